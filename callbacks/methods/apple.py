@@ -179,7 +179,7 @@ class APPLE(StoredModels):
         self.add_state("shares", shares, on_cpu=True)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with that of the weights."""
+        """Return the names of the private entries, including the weights."""
         return super().private_names(module, layout) | {_SHIFT}
 
     def more_memory(self) -> dict[str, int]:

@@ -103,8 +103,8 @@ class FedAMP(StoredModels):
     Floating-point buffers are mixed like parameters, integer buffers take the maximum. A client
     without a received model is sent the plain mean of all received ones, or the initial model.
 
-    A client is judged by its own last trained model. The tags ``server/`` are those of the mixture.
-    All mixtures of a round use the same models.
+    A client is judged by its own last trained model. The tags ``server/`` report the mixture. All
+    mixtures of a round use the same models.
 
     Args:
         lam: Weight :math:`\lambda`; the pull is :math:`\lambda / \alpha_k`.

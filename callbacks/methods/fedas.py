@@ -65,7 +65,7 @@ class Aligning(L.LightningModule):
         self.align = align
 
     def on_train_start(self) -> None:
-        """Leave BatchNorm's statistics as they are."""
+        """Leave BatchNorm's statistics unchanged."""
         self.module.eval()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -51,7 +51,8 @@ class FedBABU(FedAvg):
 
     All clients keep the module's initial head. It neither trains nor travels. The body is trained
     by FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``. The tags ``server/``
-    are those of the model before it, with the initial head. Newcomers are treated like all others.
+    report the model before fine-tuning, with the initial head. Newcomers are treated like all
+    others.
 
     Args:
         weighting: As in :class:`FedAvg`.

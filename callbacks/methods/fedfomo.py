@@ -51,8 +51,8 @@ class FedFomo(StoredModels):
     model.
 
     A client is judged by its own last trained model, at first the common initial one. The tags
-    ``server/`` are those of the mixture from which it would start now. Buffers stay with the
-    clients. The server stores N models. A round's traffic grows with M.
+    ``server/`` report the mixture from which it would start now. Buffers stay with the clients. The
+    server stores N models. A round's traffic grows with M.
 
     Args:
         num_models: M; fewer are sent if fewer have been received. 0 is Local, on fewer samples.

@@ -71,7 +71,7 @@ class FedGH(ServerCallback):
     .. math:: \varphi \leftarrow \varphi
         - \eta_s \nabla_\varphi\, \mathrm{CE}(\varphi(\bar z_{ik}), k).
 
-    A client is judged by its own trained model. The tags ``received/`` are those of its body with
+    A client is judged by its own trained model. The tags ``received/`` report its body with
     :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
 
     Args:

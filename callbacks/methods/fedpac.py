@@ -147,8 +147,8 @@ class FedPAC(FedAvg):
 
     (Xu et al. 2023, eq. 13 and 14). Weights below 0.001 are left out. Clients train as in
     :class:`Aligned`. A client is judged by the server's body with its combined head. It keeps this
-    head until it takes part again. The tags ``local/`` are those of its trained model. A newcomer's
-    head is the mean of the last returned heads, with the weights of the bodies.
+    head until it takes part again. The tags ``local/`` report its trained model. A newcomer's head
+    is the mean of the last returned heads, with the weights of the bodies.
 
     Args:
         lam: Weight of the distance to the prototypes; by default 1, or the value of the client

@@ -92,8 +92,8 @@ class FedProto(Local):
     over the clients of the last round that have the class and answered. A class without new means
     keeps its prototype. Clients train as in
     :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by its own
-    model. The tags ``prototype/`` are those of predictions by the nearest prototype among the
-    classes of its training samples.
+    model. The tags ``prototype/`` report predictions by the nearest prototype among the classes of
+    its training samples.
 
     Args:
         lam: Weight of the distance to the prototypes; by default 1, or the value of the client

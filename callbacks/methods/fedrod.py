@@ -159,8 +159,8 @@ class FedRoD(FedAvg):
     :class:`TwoHeads`. With ``personal="linear"`` each client has its own personal head, which never
     travels. With ``"hyper"`` a network makes the personal heads. It is averaged like the rest, and
     the class shares stay with the clients. A client is judged by the server's model with its
-    personal head. The tags ``server/`` are those of the generic model. A newcomer's personal head
-    is 0, or made by the network from its class shares.
+    personal head. The tags ``server/`` report the generic model. A newcomer's personal head is 0,
+    or made by the network from its class shares.
 
     Args:
         gamma: Exponent of the class counts in the balanced loss; by default 1, or the value of the

@@ -187,7 +187,7 @@ class KNNPer(FedAvg):
 
     Training is FedAvg's. Clients, newcomers included, are judged by the server's model together
     with their nearest training samples, as in :class:`Nearest`. The store never travels. The tags
-    ``server/`` are those of the model alone.
+    ``server/`` report the model alone.
 
     Args:
         k: Neighbours; by default 7, or the value of the client module's own client method.

@@ -19,7 +19,7 @@ _SMALLEST = 1e-8  # product of norms
 
 @checked
 class Contrastive(ClientMethod):
-    r"""Contrasts a client's features with those of two frozen models.
+    r"""Contrasts a client's features with the features of two frozen models.
 
     Beside its own loss, a client minimises the mean over the batch of
 

@@ -25,7 +25,7 @@ class TrimmedKMeans(MultiCenter):
 
     It has three stages:
 
-    1. In the first round all clients, whatever the cohort, train for ``init_epochs`` epochs from
+    1. In the first round all clients, not only the cohort, train for ``init_epochs`` epochs from
        the common initial model, and send their models once.
     2. The server clusters these models by
        :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm with the

@@ -411,7 +411,7 @@ class LeafCelebA(LeafDataModule):
 
 @dataclass(frozen=True)
 class _Files:
-    """A data set's files; ``test`` is empty where nobody has split it."""
+    """A data set's files; ``test`` is empty if the files are not split."""
 
     train: list[Path]
     test: list[Path]

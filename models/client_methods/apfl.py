@@ -16,7 +16,7 @@ from pflight.options import ClosedUnitInterval, PositiveFloat, checked
 
 @checked
 class Mixed(ClientMethod):
-    r"""Trains a personal model that is a mixture of its own and the shared one.
+    r"""Trains a personal model: a mixture of the client's own model and the shared one.
 
     With :math:`\bar v = \alpha v + (1 - \alpha) w` the personal copy is stepped on every batch,
 

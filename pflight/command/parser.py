@@ -68,7 +68,7 @@ class FederationParser(LightningArgumentParser):
     def parse_run(self, args: Sequence[str], commands: Mapping[str, FederationParser]) -> Namespace:
         """Parse the arguments of a run.
 
-        Options of a callback by its class are set last, whatever their place on the line.
+        Options of a callback by its class are set last, independent of their place on the line.
 
         Args:
             args: The arguments.

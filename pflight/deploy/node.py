@@ -329,7 +329,7 @@ class Node:
         )
 
     def _salt(self) -> int:
-        """Return a secret number of this node, so that nobody can guess its labels."""
+        """Return a secret number of this node, so that its labels can't be guessed."""
         path = self.folder / _SALT
         if not path.is_file():
             self.check_salt()
