@@ -1,4 +1,4 @@
-"""Server callbacks, the server callback of each algorithm, and monitors, which show a run."""
+"""Server callbacks, one for each algorithm, and monitors, which show a run."""
 
 from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback
@@ -55,7 +55,7 @@ from .monitors.progress import FederationProgressBar
 from .monitors.report import PredictionWriter, ResultTable
 from .monitors.tensorboard import TensorBoardReport
 
-FedCluster = CFL  # the names of the first edition
+FedCluster = CFL  # names in the first edition
 HypoCluster = IFCA
 Robust = TrimmedKMeans
 

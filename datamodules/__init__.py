@@ -30,7 +30,7 @@ from .sources.omniglot import Omniglot
 from .sources.synthetic import ClusteredSynthetic, Synthetic
 from .tensors import TensorClients
 
-HiddenGroups = KnownClusters  # the names of the first edition
+HiddenGroups = KnownClusters  # names in the first edition
 Natural = ByUser
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Clients with samples in torch Datasets, which are read only when needed."""
+"""Clients with samples in torch Datasets, read only when needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from pflight.randomness import Purpose, derive_seed, seed_everything
 _ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")
 _END = object()
-_LOOK = 0.2  # seconds from one look at the workers to the next
+_LOOK = 0.2  # seconds between two looks at the workers
 _MASK = (1 << 63) - 1
 _MOMENT = 1.0  # seconds until a dying worker is gone
 _STRIDE = 0x9E3779B97F4A7C15  # between the seeds of neighbouring samples
@@ -61,13 +61,13 @@ class DatasetClients(FederatedDataModule):
     """Federated data with one map-style torch ``Dataset`` for each client.
 
     If all are a ``TensorDataset`` or a ``Subset`` of one, and there is no ``collate_fn``, their
-    tensors are taken as they are. Then many clients can train at once. Other samples are read when
-    a batch needs them, by one DataLoader for all clients. Counting uses a dataset's ``len`` and
-    reads nothing, but classes can only be counted by reading. ``collate_fn`` makes batches, in any
-    form that the client module's steps take. For an ``augmentation`` they must be pairs of images
-    and labels. Random transforms of a sample depend only on
-    ``(seed, round, client, epoch, index)``. So they are the same with any number of workers and in
-    a resumed run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
+    tensors are used directly. Then many clients can train at once. Other samples are read when a
+    batch needs them, by one DataLoader for all clients. Counting uses a dataset's ``len`` and reads
+    nothing, but classes can only be counted by reading. ``collate_fn`` makes batches, in any form
+    that the client module's steps take. For an ``augmentation`` they must be pairs of images and
+    labels. Random transforms of a sample depend only on ``(seed, round, client, epoch, index)``. So
+    they are the same with any number of workers and in a resumed run. Random numbers in
+    ``collate_fn`` follow those of the batch's last sample.
 
     Args:
         train: Each client's training samples. To deal one Dataset to clients, give a list of
@@ -174,7 +174,7 @@ class DatasetClients(FederatedDataModule):
         return self._tables is not None
 
     def samples(self, client: int, split: Split) -> Any:
-        """Return the tensors of one client's samples, if these lie in memory.
+        """Return the tensors of one client's samples, if they lie in memory.
 
         Raises:
             ConfigurationError: If they don't.
@@ -277,7 +277,7 @@ class DatasetClients(FederatedDataModule):
 
     @property
     def knows_classes(self) -> bool:
-        """Whether classes can be counted: no, since all samples would have to be read."""
+        """Whether classes can be counted: never, since all samples would have to be read."""
         return False
 
     def dataset(self, clients: Tensor, split: Split) -> Dataset[Any]:  # type: ignore[override]
@@ -393,7 +393,7 @@ class WorkerEndedError(RuntimeError):
 
 
 class _Loader:
-    """A DataLoader with persistent workers, which read whatever batches are needed next.
+    """A DataLoader with persistent workers that read the next needed batches.
 
     If a worker dies, or is still busy when a client's time is up, new workers take over.
     """

@@ -21,7 +21,7 @@ def as_classifier(module: LightningModule, what: str) -> Classifier:
 
     Args:
         module: The client module.
-        what: What needs logits and classes, for the message.
+        what: The method that needs logits and classes, for the message.
 
     Raises:
         ConfigurationError: If it is not a Classifier.

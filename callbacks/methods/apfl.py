@@ -1,4 +1,4 @@
-"""APFL: FedAvg beside personal models that are mixtures with its model."""
+"""APFL: FedAvg, and personal models mixed with its model."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .registry import Method
 class APFL(PersonalFedAvg):
     r"""Adaptive personalized federated learning (Deng et al. 2020, algorithm 1).
 
-    The shared model is that of FedAvg. A client is judged by
-    :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, the mixture of the model that it keeps and the
-    server's as it is now; parameters and floating buffers are mixed alike. Its own model and its
-    :math:`\alpha_i` never travel; a newcomer's own model is the server's. How they are trained is
-    :class:`~pflight.models.client_methods.Mixed`'s.
+    The shared model is FedAvg's. A client is judged by
+    :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, a mixture of its own model and the server's
+    current one. Parameters and floating-point buffers are mixed alike. A client's own model and its
+    :math:`\alpha_i` never travel. A newcomer's own model is the server's. Clients train as in
+    :class:`~pflight.models.client_methods.Mixed`.
 
     Args:
-        alpha: Share :math:`\alpha` of the client's own model, or where it starts; by default 0.5,
-            or what the client's own client method says.
+        alpha: Share :math:`\alpha` of the client's own model, or its initial value; by default 0.5,
+            or the value of the client's own client method.
         alpha_lr: Step of an adaptive :math:`\alpha`; ``None`` leaves it fixed.
         weighting: As in :class:`FedAvg`.
-        buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
-            stay with them.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; the own models keep their own
+            buffers.
 
     Raises:
         ConfigurationError: If an option is out of range, or the client names another client method.

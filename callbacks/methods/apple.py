@@ -1,4 +1,4 @@
-"""APPLE: every client mixes the core models of all by weights that it learns as it trains."""
+"""APPLE: every client mixes all core models with weights that it learns in training."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .stored import StoredModels
 
 _SHIFT, _SHARES, _SELF, _PULL = (f"{OWN}{name}" for name in ("shift", "shares", "self", "pull"))
 _BANK = f"{OWN}bank."
-_HELD = 2**28  # bytes of cores that clients hold at once, unless it is a single client
+_HELD = 2**28  # bytes of cores that several clients hold at once, at most
 
 
 @checked
 class MixedCores(ClientMethod):
-    r"""APPLE's client, which trains its core model and how it mixes this with the others'.
+    r"""APPLE's client: it trains its core model and the weights of its mixture of all cores.
 
-    Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
-    others as they were sent. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
+    Its model is :math:`w_i = \sum_j p_{ij} c_j`, a sum of its own core :math:`c_i` and the other
+    cores as it received them. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
 
     .. math:: c_i \leftarrow c_i - \eta\, p_{ii}\, g, \qquad p_{ij} \leftarrow p_{ij} -
         \eta_2 \big(\langle g, c_j \rangle + \lambda(r)\,\mu\,(p_{ij} - p^0_j)\big),
 
     the first by the module's own optimizer. It sends :math:`c_i`, keeps :math:`p_i`, and is judged
-    by :math:`w_i` as it was last trained; one that never was, by :math:`p^0` and the cores as they
-    are. Fine-tuning is plain, from there.
+    by its last trained :math:`w_i`. Before its first training it is judged by the mixture of the
+    current cores with the weights :math:`p^0`. Fine-tuning is plain, from this model.
 
     Args:
         cores: The number of cores.
@@ -58,7 +58,7 @@ class MixedCores(ClientMethod):
         self.weights_lr = weights_lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return how far :math:`p_i` is from :math:`p^0`, and what is sent of equal clients.
+        """Return :math:`p_i - p^0`, and the entries that all clients are sent alike.
 
         Raises:
             ConfigurationError: If a client has no memory for all cores.
@@ -82,7 +82,7 @@ class MixedCores(ClientMethod):
         }
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the loss of the mixture, which depends on the core alone; step the weights."""
+        """Return the mixture's loss as a function of the core only, and step the weights."""
         if c.anchor is None:
             return c.task_loss(batch)
         shares, shift, own = c.own["shares"], c.own["shift"].clone(), c.own["self"]
@@ -94,7 +94,7 @@ class MixedCores(ClientMethod):
                 bank = c.own[f"bank.{name}"].flatten(1)
                 slopes = slopes + (1 - own) * (bank @ gradient.flatten())
             slopes = slopes + own * inner_product(gradients, c.weights) + c.own["pull"] * shift
-            # Who may not train has no core of its own, and no weight.
+            # Clients that may not train have no core and no weight.
             c.own["shift"].copy_(torch.where(shares > 0, shift - self.weights_lr * slopes, shift))
         moved = {name: core - core.detach() for name, core in c.weights.items()}
         return loss + weight * inner_product(gradients, moved)
@@ -104,13 +104,13 @@ class MixedCores(ClientMethod):
         return {**c.state(), **self.mixture(c)}
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return what clients remember or, if nothing, the mixture of what is sent ``[C]``."""
+        """Return the clients' last mixtures ``[C]``, or mixtures of the sent cores."""
         states = work.start_states(clients, sent).clone(recurse=False)
         p = states[_SHARES] + states[_SHIFT]
         for name in [name for name in work.layout.own if name.startswith(_BANK)]:
             bank = states[name]
             mixtures = [torch.tensordot(*each, 1) for each in zip(p.to(bank), bank, strict=True)]
-            if mixtures:  # one by one: the banks of many clients are one in memory
+            if mixtures:  # one by one, since many clients share the cores in memory
                 states[name.removeprefix(_BANK)] = torch.stack(mixtures)
         return states.update(work.remembered(clients, states).states)
 
@@ -119,16 +119,15 @@ class MixedCores(ClientMethod):
 class APPLE(StoredModels):
     r"""Adaptive personalized cross-silo federated learning (Luo and Wu 2022, algorithm 1).
 
-    The server stores a core model of every client and sends all of them to each, which mixes them
-    and trains as :class:`MixedCores` says; no mean is taken. Weights start at the clients' shares
-    of all samples, :math:`p^0_j = n_j / \sum_k n_k`, and are held there by a penalty that fades
-    over the rounds r = 0, 1, ... to 0 in round L: by
-    :math:`\lambda(r) = 10^{-3 r / L}` or :math:`\frac12 (\cos(\pi r / L) + 1)`.
+    The server stores a core model of every client and sends all cores to each client. Clients mix
+    the cores and train as in :class:`MixedCores`. The server takes no mean. Weights start at the
+    clients' shares of all samples, :math:`p^0_j = n_j / \sum_k n_k`. A penalty pulls them there. It
+    fades over the rounds r = 0, 1, ... to 0 in round L, by :math:`\lambda(r) = 10^{-3 r / L}` or
+    :math:`\frac12 (\cos(\pi r / L) + 1)`.
 
-    All cores start as the initial model. In the paper all clients take part in all rounds; one that
-    does not keeps core and weights, and its core stays in the others' mixtures. Buffers stay with
-    the clients. Each client is sent the cores of all others, and the server needs memory for all of
-    them, as does a client.
+    All cores start as the initial model. In the paper all clients take part in all rounds. Here a
+    client that does not take part keeps its core and weights, and its core stays in the others'
+    mixtures. Buffers stay with the clients. The server and each client need memory for all cores.
 
     Args:
         weights_lr: :math:`\eta_2`, the step of the weights.
@@ -165,7 +164,7 @@ class APPLE(StoredModels):
         self.client_method = MixedCores(weights_lr=weights_lr)
 
     def on_num_clients(self, num_clients: int) -> None:
-        """Have clients make room for as many cores as there are clients."""
+        """Set the number of cores of clients to the number of clients."""
         self.client_method = MixedCores(num_clients, self.weights_lr)
 
     def setup_server(self) -> None:
@@ -180,29 +179,29 @@ class APPLE(StoredModels):
         self.add_state("shares", shares, on_cpu=True)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with that of the weights."""
+        """Return the names of the private entries, including the weights."""
         return super().private_names(module, layout) | {_SHIFT}
 
     def more_memory(self) -> dict[str, int]:
-        """Return the bytes of all cores at the clients that train at once, at start and end."""
+        """Return the bytes of the cores of clients that train at once, at start and end."""
         bank, at_once = self._held()
         return {"clients' copies of all models": 2 * bank * min(at_once, self.clients.cohort_size)}
 
     def _held(self) -> tuple[int, int]:
-        """Return the bytes of all cores, and how many clients may hold them at once."""
+        """Return the bytes of all cores, and the number of clients that may hold them at once."""
         layout = self.clients.layout
         bank = sum(layout.template[n].nbytes for n in layout.own if n.startswith(_BANK))
         return bank, max(1, _HELD // max(bank, 1))
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, with so many clients at once as there should be copies of all cores."""
+        """Run one round, with a limited number of clients that hold all cores at once."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.broadcast, max_chunk=self._held()[1]):
             self.receive(updates)
         self.set_pseudo_gradients()
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return the clients' cores, and those of all with which to mix them."""
+        """Return the clients' cores, and all cores for their mixtures."""
         count, sent = len(clients), self.models_of(clients)
         for name, leaf in self.stored.tensors().items():
             sent[f"{_BANK}{name}"] = leaf.expand(count, *leaf.shape)
@@ -229,9 +228,9 @@ class APPLE(StoredModels):
         self.store_models()
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the others' cores, and at first of the own one and of the shares.
+        """Return the bytes of the other cores, and once of the own core and the shares.
 
-        Who a client is, and what round it is, it knows.
+        A client knows its id and the round.
         """
         core = state_bytes(sent.select(*self.stored.tensors()))
         others = int((self.shares > 0).sum()) - 1

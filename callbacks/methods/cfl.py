@@ -1,4 +1,4 @@
-"""CFL: clusters of clients whose updates disagree are split in two."""
+"""CFL: a cluster of clients is split in two if their updates disagree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Split(NamedTuple):
     new: int
     """Index of the second half."""
     state: dict[str, Tensor]
-    """The cluster's model before the split, as its clients were sent it, by name."""
+    """The cluster's model before the split, as sent to its clients, by name."""
     directions: Tensor
     """For each half, the mean of its members' updates scaled to length 1, ``[2, d]``."""
 
@@ -45,37 +45,36 @@ class CFL(MultiCenter):
     .. math:: \| \sum_{i \in c} w_i \Delta_i \| < \varepsilon_1
         \quad\text{and}\quad \max_{i \in c} \|\Delta_i\| > \varepsilon_2
 
-    with :math:`w_i` as in the mean. The two halves :math:`c_1, c_2` are those between which the
-    largest cosine of two updates is smallest,
-    :math:`\min_{c_1, c_2} \max_{i \in c_1, j \in c_2} \cos(\Delta_i, \Delta_j)`, which single
-    linkage finds. Each half then takes the mean of its own members' updates. Norms and cosines are
+    with :math:`w_i` as in the mean. The two halves :math:`c_1, c_2` minimise the largest cosine of
+    two updates between them,
+    :math:`\min_{c_1, c_2} \max_{i \in c_1, j \in c_2} \cos(\Delta_i, \Delta_j)`. Single linkage
+    finds them. Each half then takes the mean of its own members' updates. Norms and cosines are
     over parameters, not buffers.
 
-    A cluster is tested when every member has sent an update since the last test; updates of clients
-    that don't take part are not taken to be zero. With partial participation the server therefore
-    keeps an update of each client, and a client that never answers prevents its cluster from being
-    split.
+    A cluster is tested when every member has sent an update since the last test. Missing updates
+    don't count as zero. With partial participation the server therefore keeps an update of each
+    client. A client that never answers prevents the split of its cluster.
 
-    A client that was held out, or joins later, descends the tree of splits: at each split it trains
-    from the model before the split, and goes to the half whose mean update has the larger cosine
-    with its own.
+    A client that was held out, or joins later, descends the tree of splits. At each split it trains
+    from the model before the split. It goes to the half with the larger cosine between its own
+    update and the mean update.
 
     Args:
-        eps1: :math:`\varepsilon_1`; 0 never splits, which is FedAvg.
+        eps1: :math:`\varepsilon_1`; 0 never splits. This is FedAvg.
         eps2: :math:`\varepsilon_2`.
         gamma: Split only if :math:`\sqrt{(1 - \max\cos) / 2}` between the halves exceeds this; 0
             always splits.
         linkage: How the halves are found: ``"single"``, ``"complete"`` or ``"average"`` linkage of
             cosines, or ``"spectral"`` clustering.
         min_size: A cluster is split only if it has more members than this.
-        warmup: Number of first rounds in which no cluster is tested and updates don't count.
+        warmup: Number of first rounds without tests. Their updates don't count.
         weighting: Weights of clients in the mean update, ``"uniform"`` or ``"samples"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 for those that don't
             train.
-        splits: The tree of splits, in the order in which they happened.
+        splits: The tree of splits, in the order of time.
 
 
     Example:

@@ -1,8 +1,8 @@
-"""Networks that are chains of layers, found by tracing them.
+"""Find networks that are chains of layers, by tracing.
 
-A *chain* is the convolutions and linear layers of a network in the order in which they run, each
-with the BatchNorms that follow it. The neurons of its layers can be permuted without changing what
-the network computes, on which :mod:`pflight.callbacks.methods.matching` builds.
+A *chain* is a network's sequence of convolutions and linear layers in running order, each with the
+BatchNorms that follow it. A permutation of a layer's neurons does not change the network's
+function. :mod:`pflight.callbacks.methods.matching` uses this.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Layer:
         bias: Name of its bias ``[width]``, if it has one.
         norms: Names of the BatchNorms' vectors, with one entry for each neuron or, after a
             flattening, one block of entries.
-        width: Number of neurons, which are output channels or units.
-        convolves: Whether it is a convolution, whose neurons have an output at each position.
+        width: Number of neurons: output channels or units.
+        convolves: Whether it is a convolution. Then a neuron has an output at each position.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Layer:
     convolves: bool
 
     def feeds(self, inputs: int, flat: bool) -> bool:
-        """Whether this many inputs can be its outputs, neuron by neuron, flattened or not.
+        """Whether ``inputs`` inputs can be its outputs, neuron by neuron, flattened or not.
 
-        A linear layer that is applied at several positions has its neurons in the last dimension,
-        so that flattening mixes them.
+        A linear layer applied at several positions has its neurons in the last dimension. Then
+        flattening mixes them.
         """
         return inputs % self.width == 0 if self.convolves and flat else inputs == self.width
 
@@ -89,7 +89,7 @@ Chain = tuple[Layer, ...]
 
 
 def find_chain(module: nn.Module) -> Chain:
-    """Find the layers of a network in the order in which they run, by tracing it.
+    """Find the layers of a network in running order, by tracing.
 
     Between two layers there may be BatchNorm, pooling, flattening, activations and dropout, as
     modules or as functions. Names are those of ``module.state_dict()``.
@@ -136,7 +136,7 @@ def find_chain(module: nn.Module) -> Chain:
 
 
 def matched_chain(client: Classifier, sent: Collection[str]) -> Chain:
-    """Find the chain of a client's network, all of whose tensors have to travel.
+    """Find the chain of a client's network. All its tensors must travel.
 
     Args:
         client: The client module.
@@ -156,7 +156,7 @@ def matched_chain(client: Classifier, sent: Collection[str]) -> Chain:
 
 
 def _layer(step: _Step, before: Sequence[Layer], spatial: int) -> Layer:
-    """Return a layer of the chain; its inputs are the outputs of the layer before it, if any."""
+    """Return a layer of the chain. Its inputs are the outputs of the layer before it, if any."""
     weight, convolves = step.module.weight, not isinstance(step.module, nn.Linear)
     if f"{step.name}.weight" not in step.parameters:
         raise _no_chain(f"{step} has a weight that is computed")
@@ -176,7 +176,7 @@ def _no_chain(why: str) -> ConfigurationError:
 
 
 class _Step(NamedTuple):
-    """One operation of a traced network, with the operations whose outputs it takes."""
+    """One operation of a traced network, with the operations before it."""
 
     node: Node
     module: Any
@@ -195,7 +195,7 @@ class _Step(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What the operation does, the same for ``nn.MaxPool2d`` and ``F.max_pool2d``."""
+        """The kind of operation, the same for ``nn.MaxPool2d`` and ``F.max_pool2d``."""
         name = self.name if self.module is None else type(self.module).__name__
         return name.lower().replace("_", "")
 
@@ -216,7 +216,7 @@ class _Step(NamedTuple):
         return self.kind in _ELEMENTWISE
 
     def pools(self, dimensions: int) -> bool:
-        """Whether it pools each channel separately, over positions of this many dimensions."""
+        """Whether it pools each channel separately, over positions of ``dimensions`` dimensions."""
         return self.kind in _POOLINGS and self.kind.endswith(f"{dimensions}d")
 
     @property

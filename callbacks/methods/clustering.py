@@ -1,4 +1,4 @@
-"""Clustering clients by the models that they send."""
+"""Cluster clients by their sent models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cluster_updates(
     restarts: int,
     seed: int,
 ) -> Tensor | None:
-    """Cluster clients by :func:`kmeans` on the parameters of the models that they sent.
+    """Cluster clients by :func:`kmeans` on the parameters of their sent models.
 
     Args:
         clients: Ids of the clients that were asked to train, on any rank, ascending ``[M]``.
@@ -84,7 +84,7 @@ def cluster_updates(
     if answered.sum() < num_clusters:
         return None
     clusters = torch.full((len(clients),), -1)
-    points = points[answered]  # those of all are freed
+    points = points[answered]  # frees the others
     clusters[answered] = kmeans(points, num_clusters, restarts, seed)
     return clusters
 
@@ -98,7 +98,7 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
     Args:
         points: ``[M, d]``.
         num_clusters: K.
-        restarts: Number of starts, of which the one with the lowest inertia is taken.
+        restarts: Number of starts. The one with the lowest inertia is taken.
         seed: Seed of the starts.
 
     Example:
@@ -122,16 +122,16 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
 
 
 def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0) -> Tensor:
-    """Split M items in two by their pairwise similarities; return which are not with the first.
+    """Split M items in two by pairwise similarities, and return those apart from the first.
 
-    The most similar groups are merged until two are left; among equally similar pairs, those with
-    the smallest (i, j). With ``"single"`` linkage the largest similarity between the two groups is
-    the smallest possible.
+    The most similar groups are merged until two are left. Among equally similar pairs, the one with
+    the smallest (i, j) comes first. With ``"single"`` linkage the largest similarity between the
+    two groups is the smallest possible.
 
     Args:
         similarities: Symmetric ``[M, M]``, M at least 2.
-        linkage: The similarity of two groups is the largest of their pairs (``"single"``), the
-            smallest (``"complete"``) or the mean (``"average"``); ``"spectral"`` is spectral
+        linkage: The similarity of two groups: the largest of their pairs (``"single"``), the
+            smallest (``"complete"``) or the mean (``"average"``). ``"spectral"`` is spectral
             clustering of cosines, with the affinity ``(1 + cosine) / 2``.
         seed: Seed of spectral clustering.
 
@@ -177,7 +177,7 @@ def _spectral(cosines: Tensor, seed: int) -> NDArray[np.int64]:
     affinity = ((1 + cosines.double()) / 2).clamp(min=0).numpy(force=True)
     estimator = SpectralClustering(2, affinity="precomputed", random_state=seed % 2**32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for few points, equal points and points without affinity
+        warnings.simplefilter("ignore")  # few points, equal points, points without affinity
         return estimator.fit_predict(affinity)
 
 
@@ -240,8 +240,8 @@ def trimmed_kmeans(
     """Cluster points by Lloyd's algorithm, with centers that are robust to outliers.
 
     It starts from K distinct random points. A cluster that runs empty starts again from the point
-    farthest from its center. Of all starts, the one with the lowest inertia over the points that
-    trimming keeps is taken.
+    farthest from its center. The start with the lowest inertia over the points that trimming keeps
+    is taken.
 
     Args:
         points: ``[M, d]``, at least K.
@@ -299,7 +299,7 @@ def nearest(points: Tensor, centers: Tensor) -> Tensor:
 
 
 def _distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Return L2 distances ``[M, K]``, precise also between points that are close."""
+    """Return L2 distances ``[M, K]``, precise also for close points."""
     return torch.cdist(points, centers, compute_mode="donot_use_mm_for_euclid_dist")
 
 

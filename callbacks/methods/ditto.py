@@ -1,4 +1,4 @@
-"""Ditto: FedAvg beside personal models that are pulled to its model."""
+"""Ditto: FedAvg, and personal models pulled to its model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from .registry import Method
 
 @checked
 class Ditto(PersonalFedAvg):
-    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
+    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg with personal models of its clients.
 
-    The shared model is that of FedAvg, whatever the personal ones are. On the same batches each
+    The shared model is FedAvg's. Personal models don't influence it. On the same batches each
     client trains a copy of its module, :math:`v_i`, on
 
     .. math:: f_i(v_i) + \frac{\lambda}{2} \|v_i - \theta\|^2
 
-    with :math:`\theta` what the server sent (objective (Ditto)). Traffic is FedAvg's. A client is
-    judged by its personal model, which for a newcomer is the shared one.
+    with the server's model :math:`\theta` (objective (Ditto)). Traffic is FedAvg's. A client is
+    judged by its personal model. A newcomer's is the shared model.
 
     Args:
         lam: Weight :math:`\lambda` of the pull; with 0 the personal models are trained alone. By
-            default 0.1, or what the client's own client method says.
+            default 0.1, or the value of the client's own client method.
         weighting: As in :class:`FedAvg`.
-        buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; personal models keep their own
+            buffers.
 
     Raises:
         ConfigurationError: If an option is out of range, or the client names another client method.

@@ -1,4 +1,4 @@
-"""FedALA: each client learns how much of the server's model to take, number by number."""
+"""FedALA: each client learns its share of the server's model, number by number."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .registry import Method
 class FedALA(FedAvg):
     r"""Federated learning with adaptive local aggregation (Zhang et al. 2023, algorithm 1).
 
-    The server is FedAvg's. Each client starts from a mixture of the server's model with its own, by
-    weights that it learns, as :class:`~pflight.models.client_methods.AdaptiveMixture` says; what is
-    trained from there is sent back. It is judged by such a mixture as well.
+    The server is FedAvg's. Each client starts from a mixture of the server's model with its own,
+    with weights that it learns as in :class:`~pflight.models.client_methods.AdaptiveMixture`. It
+    trains from there and sends the result back. It is judged by such a mixture as well.
 
     Args:
         layers: The number of last layers with parameters to mix, as in
             :class:`~pflight.models.client_methods.AdaptiveMixture`, like the three that follow.
         lr: The step of the weights; 0 is FedAvg.
-        share: Share of an epoch's batches on which weights are learned in a round.
-        start_epochs: Epochs of which this share is taken the first time.
+        share: Share of an epoch's batches for learning the weights in a round.
+        start_epochs: Epochs with this share of batches in the first participation.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -58,14 +58,14 @@ class FedALA(FedAvg):
         )
 
     def setup_server(self) -> None:
-        """Make the server's model, and check that there are losses, and so many layers to mix."""
+        """Make the server's model, and check the losses and the number of layers to mix."""
         check_losses(self.clients.module, "FedALA")
         super().setup_server()
         self.outer_method.mixed(self.clients.layout)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
+        """Bytes that a client keeps: the mixed layers, and a weight for each number."""
         layout = self.clients.layout
         mixed = self.outer_method.mixed(layout)
         return super().bytes_kept + 2 * sum(layout.template[name].nbytes for name in mixed)

@@ -1,4 +1,4 @@
-"""FedAMP: every client is sent a mixture of all models, in which those like its own weigh most."""
+"""FedAMP: every client is sent a mixture of all models. Models like its own weigh most."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .registry import Method
 from .stored import StoredModels
 
 _PULL, _CLOUD = f"{OWN}pull", f"{OWN}cloud."
-_SMALLEST = 1e-30  # alpha, in which rounds without end would end
+_SMALLEST = 1e-30  # limit of alpha after endless rounds
 
 
 @checked
 class Attracted(ClientMethod):
-    r"""FedAMP's client, which is pulled to the mixture :math:`u_i` that it is sent.
+    r"""FedAMP's client, pulled to the received mixture :math:`u_i`.
 
-    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), where the
-    pull p is :math:`\lambda / \alpha_k`; the server sends it once it is another than at first.
+    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), with the pull
+    :math:`p = \lambda / \alpha_k`. The server sends p once it has changed.
 
     Args:
         pull: The pull p at first.
-        start: Where it trains from: the mixture, ``"cloud"``, or its own last model,
-            ``"personal"``, with its own buffers.
+        start: The start of training: the mixture, ``"cloud"``, or the client's own last model and
+            buffers, ``"personal"``.
 
     Raises:
         ConfigurationError: If the pull is out of range.
@@ -60,14 +60,14 @@ class Attracted(ClientMethod):
         return self.start == "personal"
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the pull and, if training does not start there, room for the mixture."""
+        """Return the pull and, if training does not start from the mixture, room for it."""
         pull = {"pull": next(iter(weights.values())).new_tensor(self.pull)}
         if self.start == "cloud":
             return pull
         return pull | {f"cloud.{name}": torch.zeros_like(w) for name, w in weights.items()}
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Start from what is sent, or from the own model beside it."""
+        """Start from the received mixture, or from the own model with the mixture beside it."""
         states = super().before_training(work, clients, sent)
         if self.start == "personal":
             own = work.remembered(clients, states).states
@@ -78,7 +78,7 @@ class Attracted(ClientMethod):
         return states
 
     def penalty(self, c: LocalClient) -> Tensor | None:
-        """Return the pull to the mixture; none in fine-tuning."""
+        """Return the pull to the mixture, or ``None`` in fine-tuning."""
         if c.anchor is None:
             return None
         cloud = c.anchor
@@ -91,30 +91,30 @@ class Attracted(ClientMethod):
 class FedAMP(StoredModels):
     r"""Federated attentive message passing (Huang et al. 2021, algorithm 1).
 
-    The server stores the last model :math:`w_j` of each client, and sends client i a mixture, to
-    which it is pulled as :class:`Attracted` says,
+    The server stores the last model :math:`w_j` of each client, and sends client i a mixture. As in
+    :class:`Attracted`, this mixture pulls the client:
 
     .. math:: u_i = \sum_j \xi_{ij} w_j, \qquad
         \xi_{ij} = \frac{\alpha_k}{\sigma} e^{-\|w_i - w_j\|^2 / \sigma} \;(j \ne i), \qquad
         \xi_{ii} = 1 - \sum_{j \ne i} \xi_{ij},
 
-    over all models that have been received; where the others' weights add up to over 1, they are
-    scaled to 1. They can't if :math:`\alpha_k \le \sigma / (N - 1)`. Distances are over parameters;
-    floating-point buffers are mixed like them, integer ones take the maximum. A client of which no
-    model has been received is sent the plain mean of all that have, or the initial model.
+    over all received models. If the others' weights add up to over 1, they are scaled to 1. This
+    can't happen if :math:`\alpha_k \le \sigma / (N - 1)`. Distances are over parameters.
+    Floating-point buffers are mixed like parameters, integer buffers take the maximum. A client
+    without a received model is sent the plain mean of all received ones, or the initial model.
 
-    A client is judged by its own model as it was last trained; the mixture is judged as
-    ``server/``. All mixtures of a round are of the same models.
+    A client is judged by its own last trained model. The tags ``server/`` report the mixture. All
+    mixtures of a round use the same models.
 
     Args:
         lam: Weight :math:`\lambda`; the pull is :math:`\lambda / \alpha_k`.
         alpha: :math:`\alpha_k` at first. With 0 nothing is mixed and there is no pull: clients
             train alone.
         sigma: :math:`\sigma`, the squared distance at which a model counts for little.
-        alpha_decay: What :math:`\alpha_k` is multiplied by every ``decay_rounds`` rounds.
+        alpha_decay: Factor of :math:`\alpha_k` every ``decay_rounds`` rounds.
         decay_rounds: See ``alpha_decay``.
-        start: Where clients train from, as in :class:`Attracted`. The pull is weak unless
-            :math:`\alpha_k` is small, so that from ``"personal"`` clients hardly collaborate.
+        start: The start of training, as in :class:`Attracted`. The pull is weak unless
+            :math:`\alpha_k` is small, so clients hardly collaborate with ``"personal"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
 
@@ -148,7 +148,7 @@ class FedAMP(StoredModels):
 
     @property
     def alpha_now(self) -> float:
-        r""":math:`\alpha_k` of the round that goes on, or of the next one."""
+        r""":math:`\alpha_k` of the current or next round."""
         alpha = self.alpha * self.alpha_decay ** (self.clients.rounds // self.decay_rounds)
         return max(alpha, min(self.alpha, _SMALLEST))
 
@@ -168,7 +168,7 @@ class FedAMP(StoredModels):
         return TensorDict(sent, batch_size=[len(clients)])
 
     def weights(self, clients: Tensor) -> Tensor:
-        r"""Return :math:`\xi_{ij}` of the clients, a row of all models for each ``[C, N]``."""
+        r"""Return :math:`\xi_{ij}` of the clients for all models ``[C, N]``."""
         received = self.received.to(clients.device)
         own = F.one_hot(clients, len(received)).double()
         if not received.any():
@@ -181,7 +181,7 @@ class FedAMP(StoredModels):
         return torch.where(received[clients].unsqueeze(1), mixed, plain)
 
     def attention(self, clients: Tensor, others: Tensor) -> Tensor:
-        r"""Return :math:`\xi_{ij}` without :math:`\xi_{ii}`, and before it is scaled ``[C, N]``.
+        r"""Return the unscaled :math:`\xi_{ij}`, without :math:`\xi_{ii}` ``[C, N]``.
 
         Args:
             clients: Ids ``[C]``.
@@ -191,19 +191,19 @@ class FedAMP(StoredModels):
         return self.alpha_now / self.sigma * torch.exp(-squares / self.sigma) * others
 
     def squared_distances(self, clients: Tensor) -> Tensor:
-        """Return those of the clients' models to all models, over parameters ``[C, N]``."""
+        """Return squared distances of the clients' models to all models ``[C, N]``."""
         squares = []
         for name in self.shared_parameters:
             leaf = rows(self.stored.tensors()[name])
             leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32))  # half has no cdist
-            # From differences, and pair by pair: the same whichever other clients are asked.
+            # From differences, pair by pair: independent of the other clients in the call.
             mode = "donot_use_mm_for_euclid_dist"
             distances = torch.cdist(leaf[clients], leaf, compute_mode=mode)
             squares.append(distances.double().square())
         return torch.stack(squares).sum(dim=0)
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return each client's model as it was last trained, or what it would be sent."""
+        """Return each client's last trained model, or the mixture that it would be sent."""
         sent, known = self.broadcast(clients), self.received[clients.cpu()].to(clients.device)
         for name, own in entries(self.models_of(clients)):
             keep = known.view(-1, *[1] * (own.dim() - 1))
@@ -260,7 +260,7 @@ class HeurFedAMP(FedAMP):
         self.self_weight = self_weight
 
     def attention(self, clients: Tensor, others: Tensor) -> Tensor:
-        """Return the others' shares of what the own model leaves ``[C, N]``."""
+        """Return the others' shares of the weight beside the own model's ``[C, N]``."""
         own = 1 / len(self.clients.trainable) if self.self_weight is None else self.self_weight
         leaves = [rows(self.stored.tensors()[n]).double() for n in self.shared_parameters]
         norms = torch.stack([leaf.square().sum(dim=1) for leaf in leaves]).sum(dim=0)

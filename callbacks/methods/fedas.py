@@ -1,4 +1,4 @@
-"""FedAS: bodies that are aligned with clients' own features, and weighted by their gradients."""
+"""FedAS: clients align the body with their own features; gradients give the weights."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .prototypes import own_prototypes
 from .registry import Method
 
 _FISHER = f"{EXTRA}.fisher"
-_LEAST = 1e-30  # weight of a sample, which counts where nobody has a gradient
+_LEAST = 1e-30  # weight of a sample; matters only if no client has a gradient
 
 Align = Literal["sample", "class"]
 
 
 class Information(nn.Module):
-    """Says how large a client's gradients are; the head predicts."""
+    """Holds the size of a client's gradients. The head predicts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("fisher", torch.zeros(()))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives."""
+        """Return the head's output."""
         return head(z)
 
 
@@ -47,7 +47,7 @@ class Aligning(L.LightningModule):
     """Aligns the features of a client module with the means of classes, in evaluation mode.
 
     Args:
-        module: Whose copy is aligned; its head stays as it is.
+        module: The client module. A copy is aligned, with a fixed head.
         width: Number of features.
         lr: Step of SGD.
         align: As in :class:`Synchronised`.
@@ -65,7 +65,7 @@ class Aligning(L.LightningModule):
         self.align = align
 
     def on_train_start(self) -> None:
-        """Leave BatchNorm's statistics as they are."""
+        """Leave BatchNorm's statistics unchanged."""
         self.module.eval()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -91,20 +91,20 @@ class Aligning(L.LightningModule):
 class Synchronised(ClientMethod):
     r"""Aligns the body that a client receives with its own features, before it trains.
 
-    By its model of its last participation, a client takes the means :math:`c_{ik}` of its features
-    by class. It aligns the body that it receives, in evaluation mode and with a new SGD, on each
-    batch by a step along the gradient of
+    With its model of its last participation, a client computes the means :math:`c_{ik}` of its
+    features by class. Then it aligns the received body, in evaluation mode and with a new SGD. On
+    each batch it takes a step along the gradient of
 
     .. math:: \sum_{k \in B} \frac{1}{n_k d} \sum_{b \in k} \|z_b - c_{ik}\|^2
 
     with :math:`n_k` the batch's samples of class k (FedAS, Yang et al. 2024, eq. 4 to 6); with
     ``align="class"`` of :math:`\frac{1}{d} \sum_k \|\bar z_k - c_{ik}\|^2`. Then it trains the body
-    with its own head, and tells
+    with its own head, and sends
 
     .. math:: F_i = \sum_B \|\nabla f_i(B)\|^2
 
     over body, head and all batches, in evaluation mode (eq. 8). In its first participation there is
-    nothing to align with. It keeps its model, by which it is judged.
+    nothing to align with. It keeps its model, and is judged by it.
 
     Args:
         align: ``"sample"`` or ``"class"``.
@@ -139,11 +139,11 @@ class Synchronised(ClientMethod):
         return "its Fisher information is negative" if bool(sent[_FISHER] < 0) else ""
 
     def extra(self, module: L.LightningModule, head: Head) -> nn.Module:
-        """Return room for what a client tells."""
+        """Return room for the sent size of gradients."""
         return Information()
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the bodies that were sent, aligned, with the clients' own heads."""
+        """Return the received bodies, aligned, with the clients' own heads."""
         states = super().before_training(work, clients, sent)
         kept = work.remembered(clients, states)
         seen = kept.seen.to(clients.device)
@@ -170,14 +170,14 @@ class Synchronised(ClientMethod):
         return aligned
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the models that clients had after their last training."""
+        """Return the clients' models after their last training."""
         states = super().judged(work, clients, sent)
         return states.update(work.remembered(clients, states).states)
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put how large the clients' gradients are."""
+        """Store the size of the clients' gradients."""
         alone = self.fisher == "sample"
         size, like = 1 if alone else work.batch_size, {"fisher": trained[_FISHER][0]}
         layout, head = work.layout, f"{work.head.name}."
@@ -201,15 +201,15 @@ class FedAS(FedAvg):
     r"""Federated learning with alignment and client-synchronisation (Yang et al. 2024).
 
     Heads are the clients' own. The server takes the mean of bodies with the weights
-    :math:`F_i / \sum_j F_j`, or by numbers of samples if all are 0. What clients do, and
-    :math:`F_i`, are in :class:`Synchronised`. A newcomer has the server's body with the initial
+    :math:`F_i / \sum_j F_j`, or by numbers of samples if all are 0. Clients train, and compute
+    :math:`F_i`, as in :class:`Synchronised`. A newcomer has the server's body with the initial
     head.
 
     Args:
-        align: ``"sample"``, the default, or ``"class"``; or that of the client module's own client
-            method.
+        align: ``"sample"``, the default, or ``"class"``; or the value of the client module's own
+            client method.
         align_lr: Step of the alignment, by default 0.01.
-        align_epochs: Its epochs, by default 1.
+        align_epochs: Epochs of the alignment, by default 1.
         fisher: ``"batch"``, the default, or ``"sample"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -238,11 +238,11 @@ class FedAS(FedAvg):
         self.use_client_method(Synchronised, **how, fisher=fisher)
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with those of the head."""
+        """Return the names of the private entries, including the head."""
         return super().private_names(module, layout) | head_entries(module, layout)
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add a chunk's bodies to the mean, by their gradients."""
+        """Add a chunk's bodies to the mean, weighted by gradients."""
         counts = updates.num_samples.to(updates.states[_FISHER].device)
         self.mean.add(updates.states, updates.states[_FISHER].double() + _LEAST * counts)
 

@@ -1,4 +1,4 @@
-"""FedBABU: the federation trains the body alone, under one head that nobody trains."""
+"""FedBABU: the federation trains only the body, under a fixed head."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .registry import Method
 
 @checked
 class BodyOnly(HeadFirst):
-    """Trains a client's body in the federation, and a part of its choice when it is fine-tuned.
+    """Trains a client's body in the federation, and a chosen part in fine-tuning.
 
-    What rests has no gradient, so that neither momentum nor weight decay moves it, and is in
+    The resting part has no gradient, so momentum and weight decay don't move it. It is in
     evaluation mode.
 
     Args:
         head: The layers of the head, as of :class:`~pflight.models.client_methods.HeadFirst`.
-        finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
+        finetune: The part to fine-tune: ``"full"``, ``"head"`` or ``"body"``.
     """
 
     algorithm = "FedBABU"
@@ -43,25 +43,26 @@ class BodyOnly(HeadFirst):
         self.check_parts(module, "body", self.finetune)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
-        """Return a single phase, of the body or of what is fine-tuned."""
+        """Return a single phase, of the body or of the part to fine-tune."""
         return [Phase(0, epochs, self.parts(module)["body" if anchored else self.finetune])]
 
 
 @checked
 class FedBABU(FedAvg):
-    """FedBABU (Oh et al. 2022, algorithm 1): body aggregation, and no update of the head.
+    """FedBABU (Oh et al. 2022, algorithm 1): aggregated bodies, and a fixed head.
 
-    All clients keep the module's initial head, which neither trains nor travels; the body is that
-    of FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``; before it, with the
-    initial head, it is judged as ``server/``. Newcomers are as all others.
+    All clients keep the module's initial head. It neither trains nor travels. The body is trained
+    by FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``. The tags ``server/``
+    report the model before fine-tuning, with the initial head. Newcomers are treated like all
+    others.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
-        head: The layers of the head; by default those of the module that the client module names,
-            or its last layer, or what the client's own client method says.
-        finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
-            ``"body"``.
+        head: The layers of the head; by default those named by the client module or its client
+            method, else the last layer.
+        finetune: The part to fine-tune: ``"full"`` for the whole network, the default, ``"head"``
+            or ``"body"``.
 
     Raises:
         ConfigurationError: If the client module names another client method, or if there is no
@@ -85,7 +86,7 @@ class FedBABU(FedAvg):
 
     @property
     def name_in_results(self) -> str:
-        """FedBABU, of which fine-tuning is a part."""
+        """FedBABU; fine-tuning is part of the method."""
         return self.algorithm_name
 
     def owned_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
@@ -95,7 +96,7 @@ class FedBABU(FedAvg):
 
     @property
     def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel, those of the body."""
+        """Names of the entries that travel: the body's."""
         client_method: Any = self.clients.client_method
         body = client_method.parts(self.clients.module)["body"]
         return tuple(name for name in super().sent_names if name in body)

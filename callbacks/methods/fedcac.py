@@ -1,4 +1,4 @@
-"""FedCAC: in its critical parameters, each client collaborates with those that share them."""
+"""FedCAC: clients with the same critical parameters collaborate on them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .registry import Method
 from .stored import StoredModels
 
 _ROUNDING = 1e-9  # 0.7 * 90 is 62.99999999999999
-_NOISE = 32  # units of the precision; rounding comes to 6 of them
+_NOISE = 32  # units of the precision; rounding reaches 6 of them
 
 
 class Remembering(ClientMethod):
-    """Keeps a client's model as it was last trained, by which the client is judged."""
+    """Keeps a client's last trained model. The client is judged by it."""
 
     keeps_memory = True
     judged_by_memory = True
@@ -33,31 +33,33 @@ class Remembering(ClientMethod):
 class FedCAC(StoredModels):
     r"""Critical-parameter-aware collaboration (Wu et al. 2023, algorithm 1).
 
-    A client that started from :math:`s_i` and returned :math:`\theta_i` is sensitive to parameters
-    by :math:`|(\theta_i - s_i) \odot \theta_i|`; in each tensor, the share :math:`\tau` with the
-    largest values, as long as these are not 0, is its critical part, the mask :math:`M_i`. Changes
-    that are mere rounding count as 0, such as those of a bias before BatchNorm. Clients of a round
-    collaborate on the critical parts if the masks overlap enough: with
+    A client that started from :math:`s_i` and returned :math:`\theta_i` has the sensitivities
+    :math:`|(\theta_i - s_i) \odot \theta_i|` to its parameters. In each tensor, the share
+    :math:`\tau` of parameters with the largest values is critical, if these are not 0. The mask
+    :math:`M_i` marks them. Changes by rounding count as 0, such as those of a bias before
+    BatchNorm. Clients of a round collaborate on the critical parts if their masks overlap enough:
+    with
 
     .. math:: O_{ij} = 1 - \frac{\|M_i - M_j\|_1}{2 \|M_i\|_1}, \qquad
         O_{ij} \ge \bar O + \frac{t}{\beta} (O_{\max} - \bar O)
 
-    in round t, counted from 1, over all pairs, :math:`K_i` is the plain mean of the models of
-    client i and of those with which it collaborates, and :math:`\Theta` the mean of all, weighted
-    by samples. Next time it is sent
+    in round t, counted from 1, over all pairs. :math:`K_i` is the plain mean of the models of
+    client i and its collaborators. :math:`\Theta` is the mean of all models, weighted by samples.
+    Next time client i is sent
 
     .. math:: s_i = M_i \odot K_i + (1 - M_i) \odot \Theta,
 
-    by which it is judged. With :math:`\tau = 0` it is FedAvg. After round :math:`\beta` clients
-    collaborate only if all overlaps are equal. One that was away is sent its last :math:`K_i` with
-    the current :math:`\Theta`, and one that never returned a model :math:`\Theta` alone. Buffers
-    stay with the clients, who train as in FedAvg; the server forms masks and mixtures by itself.
+    and is judged by this model. With :math:`\tau = 0` this is FedAvg. After round :math:`\beta`
+    clients collaborate only if all overlaps are equal. A client that was away is sent its last
+    :math:`K_i` with the current :math:`\Theta`. A client that never returned a model is sent
+    :math:`\Theta` alone. Buffers stay with the clients. Clients train as in FedAvg, and the server
+    computes masks and mixtures.
 
     Args:
-        tau: :math:`\tau`, the share of parameters that are critical.
-        beta: :math:`\beta`, the round by which collaboration has become rare.
-        judged: ``"received"`` to judge clients by what they would be sent, ``"local"`` by what they
-            last returned.
+        tau: :math:`\tau`, the share of critical parameters.
+        beta: :math:`\beta`, the number of rounds after which collaboration is rare.
+        judged: ``"received"`` judges clients by the model that they would be sent, ``"local"`` by
+            their last returned one.
 
     Attributes:
         stored: :math:`K_i` of all clients, without buffers ``[num_clients, ...]``.
@@ -85,7 +87,7 @@ class FedCAC(StoredModels):
             self.client_method = Remembering()
 
     def setup_server(self) -> None:
-        """Make the server's model, room for those of all clients, and masks of nothing."""
+        """Make the server's model, room for all clients' models, and empty masks."""
         super().setup_server()
         stored = self.stored.tensors().items()
         masks = {n: torch.zeros_like(v, dtype=torch.uint8) for n, v in stored}
@@ -98,26 +100,26 @@ class FedCAC(StoredModels):
         return {"masks": self.clients.num_clients * parameters}
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; masks are known once clients return."""
+        """Run one round. Masks are known once clients have answered."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             self.receive(updates)
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return what each of the clients ``[C]`` is sent, and keep it for its mask."""
+        """Return the models to send to the clients ``[C]``, and keep them for the masks."""
         self._sent = clients, self.broadcast(clients)
         return self._sent[1]
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return the clients' own values where these are critical, elsewhere the common ones."""
+        """Return the clients' own critical values, and the common values elsewhere."""
         masks, own = self.masks.tensors(), self.models_of(clients)
         common = self.server.tensors(0, masks)
         mixed = {n: torch.where(masks[n][clients] > 0, own[n], common[n]) for n in masks}
         return TensorDict(mixed, batch_size=[len(clients)])
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Keep a chunk's models, and which of their parameters are critical."""
+        """Keep a chunk's models and the masks of their critical parameters."""
         asked, sent = self._sent
         starts, trained = sent[torch.isin(asked, updates.clients)], updates.states
         changes = [rows((trained[n] - starts[n]).abs()).amax(1) for n in self.masks.tensors()]
@@ -128,13 +130,13 @@ class FedCAC(StoredModels):
         super().receive(updates)
 
     def critical(self, starts: Tensor, trained: Tensor, largest: Tensor | float = 0.0) -> Tensor:
-        """Return a mask of a tensor's critical values ``[C, ...]``, of equals the first.
+        """Return a mask of a tensor's critical values ``[C, ...]``; ties go to the first.
 
         Args:
-            starts: The tensor as clients were sent it ``[C, ...]``.
-            trained: As they returned it.
+            starts: The tensor as sent to the clients ``[C, ...]``.
+            trained: The tensor as returned by the clients.
             largest: The largest change in each client's model ``[C]``. A change is rounding if it
-                is tiny beside it or beside the value.
+                is tiny relative to this change or to the value.
         """
         values, changes = rows(trained.abs()), rows((trained - starts).abs())
         precision = torch.finfo(torch.promote_types(trained.dtype, torch.float)).eps
@@ -146,7 +148,7 @@ class FedCAC(StoredModels):
         return (mask & (sensitivity > 0)).view_as(trained)
 
     def set_pseudo_gradients(self) -> None:
-        """Average the models of those that collaborate, and those of all that answered."""
+        """Average the models of collaborators, and of all clients that answered."""
         clients = self.store_models().to(self.clients.device)
         if not len(clients):
             return
@@ -164,7 +166,7 @@ class FedCAC(StoredModels):
         self.server.set_pseudo_gradient(0, means)
 
     def collaborators(self, clients: Tensor) -> Tensor:
-        """Return which clients collaborate with which, and with themselves ``[S, S]``."""
+        """Return a mask of the pairs of collaborators, each client with itself, too ``[S, S]``."""
         overlaps, alone = self.overlaps(clients), torch.eye(len(clients), device=clients.device) > 0
         pairs = overlaps[~alone]
         if not len(pairs):
@@ -174,7 +176,7 @@ class FedCAC(StoredModels):
         return alone | (overlaps >= threshold - 1e-6)
 
     def overlaps(self, clients: Tensor) -> Tensor:
-        """Return how much clients' masks have in common, O ``[S, S]``; 0 for an empty mask."""
+        """Return the overlaps of clients' masks, O ``[S, S]``; 0 for an empty mask."""
         flags = (rows(masks[clients]).float() for masks in self.masks.tensors().values())
         common = torch.stack([(mask @ mask.T).double() for mask in flags]).sum(dim=0)
         sizes = common.diag().unsqueeze(1)

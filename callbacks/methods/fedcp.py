@@ -1,4 +1,4 @@
-"""FedCP: each sample's features are divided between a common and a personal head."""
+"""FedCP: a common and a personal head share each sample's features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SCALES = 10.0, 15.0, 20.0, 50.0  # of the kernels
 
 
 class ConditionalPolicy(nn.Module):
-    r"""Divides features :math:`h` between a personal head :math:`H_i` and the one that all share.
+    r"""Divides features :math:`h` between a personal head :math:`H_i` and a common head :math:`H`.
 
     With the client's context :math:`v`,
 
@@ -60,12 +60,12 @@ class ConditionalPolicy(nn.Module):
 
 @checked
 class Policed(ClientMethod):
-    r"""Trains body, personal head and policy, with the head of all at rest.
+    r"""Trains body, personal head and policy, with a fixed common head.
 
-    The policy is :class:`ConditionalPolicy`'s; its context :math:`v` is the sum of the rows of the
-    personal head's weight, as it is before the client trains. To the loss is added
-    :math:`\lambda\,\mathrm{MMD}(f_i(x), f(x))` between the batch's features and those of the body
-    that was sent, in evaluation mode and without gradients, with
+    The policy is a :class:`ConditionalPolicy`. Its context :math:`v` is the sum of the rows of the
+    personal head's weight before training. The loss gets the term
+    :math:`\lambda\,\mathrm{MMD}(f_i(x), f(x))` between the batch's features and the features of the
+    received body, in evaluation mode and without gradients, with
 
     .. math:: \mathrm{MMD}(X, Y) = \frac{1}{B^2} \sum_{b b'}
         k(X_b, X_{b'}) + k(Y_b, Y_{b'}) - 2 k(X_b, Y_{b'}), \qquad
@@ -75,8 +75,8 @@ class Policed(ClientMethod):
 
     Args:
         lam: Weight :math:`\lambda` of the discrepancy.
-        upload_head: What a client sends as its head: ``"half"``, the mean of its own and the one
-            that it was sent, or ``"personal"``, its own.
+        upload_head: The head that a client sends: ``"half"``, the mean of its own and the received
+            head, or ``"personal"``, its own.
 
 
     References:
@@ -104,11 +104,11 @@ class Policed(ClientMethod):
         return ConditionalPolicy(copy.deepcopy(part), head.width)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
-        """Have all parameters train but those of the head of all."""
+        """Train all parameters except those of the common head."""
         return [Phase(0, epochs, body_names(module))]
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the client's own loss plus the discrepancy, without which it is in fine-tuning."""
+        """Return the client's own loss plus, except in fine-tuning, the discrepancy."""
         if c.received is None or not self.lam:
             return c.task_loss(batch)
         loss, own, _ = c.task_loss_and_features(batch)
@@ -117,7 +117,7 @@ class Policed(ClientMethod):
         return loss + self.lam * c.mean(c.batch_mean(kernels))
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Have personal heads that are not kept yet start as the one that is sent."""
+        """Start missing personal heads as the received head."""
         return self._in_context(super().before_training(work, clients, self._twice(work, sent)))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
@@ -127,7 +127,7 @@ class Policed(ClientMethod):
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put what is sent in the place of the head of all."""
+        """Replace the common head by the head to send."""
         own = {shared: trained[own] for shared, own in heads(work).items()}
         if self.upload_head == "half":
             own = {name: (value + trained[name]) / 2 for name, value in own.items()}
@@ -142,7 +142,7 @@ class Policed(ClientMethod):
 
 
 def heads(work: LocalWork) -> dict[str, str]:
-    """Return the names in the head of all, each with that in the personal head."""
+    """Return the entries' names in the common head, each with its name in the personal head."""
     shared, own = f"{work.head.name}.", f"{EXTRA}.head."
     names = [n.removeprefix(own) for n in work.layout.extra if n.startswith(own)]
     return {f"{shared}{name}": f"{own}{name}" for name in names}
@@ -158,14 +158,14 @@ def _kernel(one: Tensor, other: Tensor) -> Tensor:
 class FedCP(FedAvg):
     r"""Federated learning with a conditional policy (Zhang et al. 2023, algorithm 1).
 
-    The server takes the mean of bodies, policies and heads that clients send, as FedAvg does. What
-    clients do is in :class:`Policed`. A client is judged by the server's body, policy and head with
-    its personal head, which never travels whole unless that is asked for. The personal head of a
-    newcomer is the server's, so that the policy does not matter for it.
+    The server takes the mean of the sent bodies, policies and heads, as FedAvg does. Clients train
+    as in :class:`Policed`. A client is judged by the server's body, policy and head with its
+    personal head. The whole personal head travels only with ``upload_head="personal"``. A
+    newcomer's personal head is the server's, so its policy has no effect.
 
     Args:
-        lam: Weight of the discrepancy of features, by default 5; or that of the client module's own
-            client method.
+        lam: Weight of the discrepancy of features; by default 5, or the value of the client
+            module's own client method.
         upload_head: ``"half"``, the default, or ``"personal"``, as in :class:`Policed`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
@@ -195,12 +195,12 @@ class FedCP(FedAvg):
         self.use_client_method(Policed, lam=lam, upload_head=upload_head)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with those of the personal head."""
+        """Return the names of the private entries, including the personal head."""
         own = {name for name in layout.extra if name.startswith(f"{EXTRA}.head.")}
         return super().private_names(module, layout) | own
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the head that a newcomer has for its own."""
+        """Return the mean, with a newcomer's personal head."""
         for shared, own in heads(self.clients).items():
             mean[own] = mean[shared]
         mean[_CONTEXT] = mean[f"{EXTRA}.head.weight"].sum(0)

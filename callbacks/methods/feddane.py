@@ -29,16 +29,17 @@ class FedDANE(FedAvg):
 
     .. math:: g = \sum_{i \in S} w_i \nabla f_i(\theta).
 
-    Then a second set :math:`S'`, as many clients drawn anew, is sent :math:`g`; each corrects its
-    loss by :math:`\langle g - \nabla f_i(\theta), w - \theta \rangle` and trains, as
-    :class:`~pflight.models.client_methods.Dane` says, and the server takes the mean of the models.
-    Clients in both sets are sent :math:`\theta` once. Buffers change in the second phase only.
+    Then the server draws a second set :math:`S'` of the same size, and sends it :math:`g`. Each
+    client corrects its loss by :math:`\langle g - \nabla f_i(\theta), w - \theta \rangle` and
+    trains, as in :class:`~pflight.models.client_methods.Dane`. The server takes the mean of the
+    models. Clients in both sets are sent :math:`\theta` once. Buffers change in the second phase
+    only.
 
     Args:
         same_set: Let the clients of the first phase train in the second.
-        weighting: Of both means, as in :class:`FedAvg`.
-        mu: Weight of the proximal penalty; by default 0.1, or what the client's own client method
-            says.
+        weighting: Weights in both means, as in :class:`FedAvg`.
+        mu: Weight of the proximal penalty; by default 0.1, or the value of the client's own client
+            method.
 
     Raises:
         ConfigurationError: If the client names another client method or its optimization is manual.
@@ -65,7 +66,7 @@ class FedDANE(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Collect gradients from the cohort, then models from the second set."""
         parameters = self.shared_parameters
-        self.informed = cohort[:0]  # the clients that have been sent the model
+        self.informed = cohort[:0]  # clients that have been sent the model
         self.mean = WeightedMean(self.server.tensors(0, parameters))
         for updates in self.clients.gradients(cohort, self.broadcast, returns=parameters):
             self.receive(updates)

@@ -1,4 +1,4 @@
-"""FedDBE: FedAvg whose clients each have a bias of their own on their features."""
+"""FedDBE: FedAvg with a private bias on each client's features."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
 class DomainBias(nn.Module):
     r"""Adds a client's own :math:`\bar z_i` to the features, at first 0.
 
-    Beside it are the global mean of features, whether that is known, without which there is no
-    bias, and a running mean.
+    The module also holds a running mean, the global mean of features, and whether the latter is
+    known. Until then there is no bias.
 
     Args:
         width: Number of features.
@@ -41,24 +41,24 @@ class DomainBias(nn.Module):
         self.register_buffer("running", torch.zeros(width))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives for features with the bias."""
+        """Return the head's output for features with the bias."""
         return head(z + self.known * self.bias)
 
 
 @checked
 class WithoutBias(ClientMethod):
-    r"""Takes what is a client's own in its features out of the shared network.
+    r"""Moves the client-specific part of the features from the shared network into a bias.
 
-    With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`, where
-    :math:`\bar z_i` is the client's own and trained by plain steps with the client's learning rate,
-    without momentum and weight decay. To the loss is added
+    With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`. The bias
+    :math:`\bar z_i` is the client's own. It trains by plain steps with the client's learning rate,
+    without momentum and weight decay. The loss gets the term
 
     .. math:: \frac{\kappa}{2d} \|r - \bar z_g\|^2, \qquad
         r \leftarrow (1 - \mu)\, r + \mu \cdot \text{mean}_B\, z
 
-    (FedDBE, Zhang et al. 2023, eq. 4 to 7), with :math:`r = 0` before a participation and
-    :math:`\bar z_g` the mean feature over all clients of models that each trained once on their own
-    loss. The gradient goes through the mean of the current batch alone.
+    (FedDBE, Zhang et al. 2023, eq. 4 to 7). Before a participation :math:`r = 0`. :math:`\bar z_g`
+    is the mean feature over all clients, each with a model trained once on its own loss. The
+    gradient goes through the mean of the current batch only.
 
     Args:
         kappa: Weight :math:`\kappa` of the global mean.
@@ -86,7 +86,7 @@ class WithoutBias(ClientMethod):
 
     @property
     def extra_options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """Options by which SGD takes plain steps, and others take steps without weight decay."""
+        """Options for plain steps of SGD, and for steps without weight decay of others."""
         plain = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
         return plain if self.bias_lr is None else {**plain, "lr": self.bias_lr}
 
@@ -95,7 +95,7 @@ class WithoutBias(ClientMethod):
         return DomainBias(head.width)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the client's own loss plus the distance of the means, but for fine-tuning."""
+        """Return the client's own loss plus, except in fine-tuning, the distance of the means."""
         if c.received is None:
             return c.task_loss(batch)
         loss, z, _ = c.task_loss_and_features(batch)
@@ -109,7 +109,7 @@ class WithoutBias(ClientMethod):
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put each client's mean feature where the global one is not known yet."""
+        """Store each client's mean feature if the global one is not known yet."""
         if starts[_KNOWN].any():
             return trained
         like = {"z": trained[_MEAN][0], "n": trained[_KNOWN][0]}
@@ -118,7 +118,7 @@ class WithoutBias(ClientMethod):
 
 
 def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
-    """Return the sum of a batch's features, and of how many."""
+    """Return the sum of a batch's features, and their number."""
     _, z, _ = c.task_loss_and_features(batch)
     return {"z": c.batch_sum(z), "n": c.batch_sum(torch.ones_like(z[:, 0]))}
 
@@ -127,15 +127,15 @@ def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class FedDBE(FedAvg):
     r"""FedAvg with domain bias eliminator (Zhang et al. 2023, algorithm 1).
 
-    Before the first round, clients train once from the initial model on their own loss, report
-    their mean feature over all their samples, and forget the rest; the mean of these by numbers of
-    samples is the global mean from then on. Afterwards the server is FedAvg's, and clients train as
-    in :class:`WithoutBias`. A client is judged by the server's model with its own bias on the
-    features, which never travels; a newcomer's is 0, and ``finetune_epochs`` train it.
+    Before the first round, clients train once from the initial model on their own loss. They report
+    their mean feature over all their samples, and forget the rest. The global mean is the mean of
+    these features, weighted by samples. Afterwards the server is FedAvg's, and clients train as in
+    :class:`WithoutBias`. A client is judged by the server's model with its own bias. The bias never
+    travels. A newcomer's bias is 0, and ``finetune_epochs`` train it.
 
     Args:
-        kappa: Weight of the global mean, by default 50; or that of the client module's own client
-            method.
+        kappa: Weight of the global mean; by default 50, or the value of the client module's own
+            client method.
         mu: Share of a batch in the running mean, by default 1.
         bias_lr: Step of the bias, by default the client's learning rate.
         init: Who reports a mean feature: ``"all"`` clients, or the first ``"cohort"``.
@@ -168,13 +168,13 @@ class FedDBE(FedAvg):
         self.use_client_method(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with that of the bias."""
+        """Return the names of the private entries, including the bias."""
         return super().private_names(module, layout) | {f"{EXTRA}.bias"}
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, the first of which begins with the global mean."""
+        """Run one round. The first round begins with the global mean."""
         state = self.server.tensors(0, (_MEAN, _KNOWN))
-        self._informed = cohort[:0].cpu()  # the clients that have the model from before
+        self._informed = cohort[:0].cpu()  # clients that already have the model
         if not state[_KNOWN]:
             clients = self.clients.trainable if self.init == "all" else cohort
             mean = WeightedMean({_MEAN: state[_MEAN]})
@@ -200,7 +200,7 @@ class FedDBE(FedAvg):
         self.mean = WeightedMean(self.server.tensors(0, self.returned))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the model, if they lack it, and once those of the global mean."""
+        """Return the bytes of the model, if clients lack it, and once of the global mean."""
         lacking = clients[~torch.isin(clients.cpu(), self._informed).to(clients.device)]
         size = super().bytes_down(lacking, sent.select(*self.returned))
         known, new = bool(self.server.tensors(0)[_KNOWN]), ~self.clients.has_memory(clients)

@@ -1,4 +1,4 @@
-"""FedDyn: every client's loss is regularised by what it learned before."""
+"""FedDyn: every client's earlier changes regularise its loss."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from .registry import Method
 
 @checked
 class Dynamic(Corrected):
-    r"""FedDyn's client: a proximal one, led by the sum of all that its earlier trainings moved.
+    r"""FedDyn's client: a proximal client, led by the sum of its earlier changes.
 
-    It minimises :math:`f_i(w) - \langle g_i, w \rangle + \frac{a_i}{2} \|w - \theta\|^2` with
-    :math:`\theta` what the server sent, and then (Acar et al. 2021, algorithm 1)
+    It minimises :math:`f_i(w) - \langle g_i, w \rangle + \frac{a_i}{2} \|w - \theta\|^2` with the
+    server's model :math:`\theta`, and then (Acar et al. 2021, algorithm 1)
 
     .. math:: g_i \leftarrow g_i - a_i\,(\theta_i - \theta),
 
-    which starts at 0 and never travels. The loss that is logged has :math:`w - \theta` in place of
-    :math:`w` beside :math:`g_i`, which has the same gradient.
+    where :math:`g_i` starts at 0 and never travels. The logged loss has
+    :math:`\langle g_i, w - \theta \rangle` in place of :math:`\langle g_i, w \rangle`, with the
+    same gradient.
 
     Args:
         a: Weight :math:`a_i = a` of the penalty; 0 gives plain training.
-        size: Whether it is :math:`a_i = a\,\bar n / n_i` instead, with :math:`\bar n` the mean
-            number of samples over all clients.
+        size: Whether to use :math:`a_i = a\,\bar n / n_i` instead, with the mean number of samples
+            :math:`\bar n` over all clients.
 
     """
 
@@ -44,7 +45,7 @@ class Dynamic(Corrected):
         self.size = size
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return :math:`g_i`, which is 0."""
+        """Return the initial :math:`g_i`: 0."""
         return {f"g.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
 
     @property
@@ -64,7 +65,7 @@ class Dynamic(Corrected):
         return linear + self._weight(c) / 2 * squared_distance(c.weights, c.anchor)
 
     def after_training(self, c: LocalClient) -> None:
-        """Move :math:`g_i` by how far this training moved the model."""
+        """Move :math:`g_i` by this training's change of the model."""
         assert c.anchor is not None
         for name, sent in c.anchor.items():
             c.own[f"g.{name}"].sub_(self._weight(c) * (c.weights[name] - sent))
@@ -96,25 +97,25 @@ class Dynamic(Corrected):
 class FedDyn(PersonalFedAvg):
     r"""Federated learning based on dynamic regularization (Acar et al. 2021, algorithm 1).
 
-    The server adds up how far the models of the clients that answered have moved, relative to all
-    N clients that may take part, and goes beyond their plain mean by that sum:
+    The server adds up the changes of the clients that answered, divided by the number N of all
+    clients that may take part. It moves beyond the plain mean of their models by this sum:
 
     .. math:: H \leftarrow H + \frac{1}{N} \sum_{i \in S} (\theta_i - \theta), \qquad
         \theta \leftarrow \frac{1}{|S|} \sum_{i \in S} \theta_i + H.
 
-    In the paper it is :math:`H = -h / a`. Clients are those of :class:`Dynamic`, so that
-    :math:`H = -\frac{1}{N} \sum_i g_i / a_i` at all times. H is over parameters; buffers are
+    In the paper :math:`H = -h / a`. Clients train as in :class:`Dynamic`, so
+    :math:`H = -\frac{1}{N} \sum_i g_i / a_i` at all times. H is over parameters. Buffers are
     averaged. The first round moves the model by :math:`1 + |S| / N` times the mean change.
 
     Args:
-        a: Weight of the penalty; by default 0.01, or what the client's own client method says. With
-            0, for which the paper's step is not defined, H stays 0 and it is FedAvg with uniform
-            weights.
-        size: Whether clients with fewer samples have a larger weight, as in :class:`Dynamic`, so
-            that the optimum is that of all samples and not that of all clients.
-        judged: ``"received"`` to judge clients by the server's model, ``"mean"`` by the mean of the
-            models that all N clients returned last, at first the initial one, as the authors' code
-            does; the server stores them.
+        a: Weight of the penalty; by default 0.01, or the value of the client's own client method.
+            The paper's step is undefined for 0. Here H then stays 0, which gives FedAvg with
+            uniform weights.
+        size: Whether clients with fewer samples have a larger weight, as in :class:`Dynamic`. Then
+            the optimum weighs all samples equally, instead of all clients.
+        judged: ``"received"`` judges clients by the server's model. ``"mean"`` judges them by the
+            mean of the last models of all N clients, at first the initial one, as in the authors'
+            code. Then the server stores these models.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
@@ -157,18 +158,18 @@ class FedDyn(PersonalFedAvg):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that are kept for each client, with the model that it returned last."""
+        """Bytes kept for each client, including its last returned model."""
         layout = self.clients.layout
         last = sum(layout.template[name].nbytes for name in self.shared_parameters)
         return super().bytes_kept + last * (self.judged == "mean")
 
     @property
     def judges_otherwise(self) -> bool:
-        """Whether clients are judged by another model than the one that they are sent."""
+        """Whether clients are judged by another model than the sent one."""
         return self.judged == "mean"
 
     def on_round_start(self) -> None:
-        """Start a new mean, also of how far clients' last models have moved."""
+        """Start a new mean, also of the changes of clients' last models."""
         super().on_round_start()
         self._moved = WeightedMean(self.lead.tensors())
 
@@ -183,7 +184,7 @@ class FedDyn(PersonalFedAvg):
         super().receive(updates)
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the server's model or, in its place, the mean of the clients' last models."""
+        """Return the server's model, or the mean of the clients' last models."""
         sent = self.broadcast(clients)
         if self.judged == "mean":
             sent.update(expand_state(self.last.tensors(), len(clients)))

@@ -1,4 +1,4 @@
-"""FedEC: Reptile with clients that are constrained to stay near their own historical model."""
+"""FedEC: Reptile with a constraint that keeps clients near their own historical models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FedEC(Reptile):
     judged by that model.
 
     Args:
-        alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or that of the
+        alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or the value of the
             client module's own client method.
         constraint: ``"kl"``, ``"l2"`` or ``None``.
         weighting: As in :class:`Reptile`.

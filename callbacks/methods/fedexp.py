@@ -1,4 +1,4 @@
-"""FedExP: the server's step is the longer, the more the clients' changes cancel."""
+"""FedExP: the more the clients' changes cancel out, the longer the server's step."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from .registry import Method
 
 @checked
 class FedExP(FedAvg):
-    r"""FedAvg with a server step that is extrapolated (Jhunjhunwala et al. 2023, algorithm 1).
+    r"""FedAvg with an extrapolated server step (Jhunjhunwala et al. 2023, algorithm 1).
 
-    With the changes of the clients that answered, :math:`D_i = \theta_i - \theta`, and their mean
-    :math:`\bar D = \sum w_i D_i`, the server's model moves by
+    The clients that answered have the changes :math:`D_i = \theta_i - \theta`, with the mean
+    :math:`\bar D = \sum w_i D_i`. The server's model moves by
 
     .. math:: \theta \leftarrow \theta + \eta_g \bar D, \qquad \eta_g = \max\Big(1,
         \frac{\sum w_i \|D_i\|^2}{2\,(\|\bar D\|^2 + \epsilon)}\Big).
 
-    Its models oscillate, so that clients are judged by the mean of the last two, after one round by
-    the one there is; they are sent the last. Norms, step and mean are of parameters; buffers are
-    averaged. Clients train as in FedAvg.
+    The server's models oscillate. So clients are judged by the mean of the last two, after the
+    first round by the only one. They are sent the last model. Norms, step and mean are over
+    parameters. Buffers are averaged. Clients train as in FedAvg.
 
     Args:
-        eps: :math:`\epsilon`, which alone bounds the step.
-        eps_decay: What it is multiplied by after each round; the authors lower the clients'
-            learning rate by 0.998 in each round, and :math:`\epsilon` by the square of it.
+        eps: :math:`\epsilon`, the only bound of the step.
+        eps_decay: Factor of :math:`\epsilon` after each round. The authors multiply the clients'
+            learning rate by 0.998 in each round, and :math:`\epsilon` by its square.
         weighting: ``"uniform"`` for :math:`w_i = 1 / |S|`, ``"samples"`` for
-            :math:`w_i = n_i / \sum_{j \in S} n_j`, in all sums, as the authors' code has it.
+            :math:`w_i = n_i / \sum_{j \in S} n_j`, in all sums as in the authors' code.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
         previous: The parameters of the server's model before the last step.
-        steps: How many steps there have been.
+        steps: The number of past steps.
 
 
     Example:
@@ -68,7 +68,7 @@ class FedExP(FedAvg):
         self.eps_decay = eps_decay
 
     def setup_server(self) -> None:
-        """Make the server's model, and room for the one before."""
+        """Make the server's model, and room for the previous one."""
         super().setup_server()
         self.add_state("steps", 0)
         self.add_state("previous", StateModule(self.server.tensors(0, self.shared_parameters)))
@@ -87,7 +87,7 @@ class FedExP(FedAvg):
         self._squares += (squares * weights.to(squares)).sum()
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the parameters where the longer step leads."""
+        """Return the mean, with the parameters after the longer step."""
         models = self.server.tensors(0, self.shared_parameters)
         spread = all_sum(self._squares) / self.mean.weights[0]
         changes = {name: mean[name] - theta for name, theta in models.items()}
@@ -102,7 +102,7 @@ class FedExP(FedAvg):
         return mean
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the mean of the last two models, from which fine-tuning starts, too."""
+        """Return the mean of the last two models. Fine-tuning starts from it, too."""
         sent = self.broadcast(clients)
         if self.steps > 1:
             previous = expand_state(self.previous.tensors(), len(clients))

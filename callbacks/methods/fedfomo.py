@@ -1,4 +1,4 @@
-"""FedFomo: each client mixes its model with those of others that do better on its samples."""
+"""FedFomo: each client mixes in other models that do better on its samples."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ class FedFomo(StoredModels):
     r"""Federated first-order model optimization (Zhang et al. 2021, section 3).
 
     The server stores the last model of each client that has answered. Client i, with model
-    :math:`\theta_i`, is sent M of the others' and compares them by the loss :math:`L_i` on training
-    samples that it holds out. The score of a model is its improvement of the loss per distance,
+    :math:`\theta_i`, is sent M models of others. It compares them by the loss :math:`L_i` on
+    held-out training samples. The score of a model is its improvement of the loss per distance,
 
     .. math:: w_n = \max\Big(0, \frac{L_i(\theta_i) - L_i(\theta_n)}{\|\theta_n - \theta_i\|}\Big),
         \qquad \theta_i \leftarrow \theta_i + \sum_n \frac{w_n}{\sum_m w_m}(\theta_n - \theta_i).
 
-    From there it trains on its other samples, and returns its model and the scores. Where no model
-    is better it starts from its own. All mixtures of a round are formed from the same stored
-    models. Norms are over parameters; losses are the client module's, in evaluation mode.
+    From there it trains on its other samples, and returns its model and the scores. If no model is
+    better, it starts from its own. All mixtures of a round use the same stored models. Norms are
+    over parameters. Losses are the client module's, in evaluation mode.
 
     The server adds the scores up, :math:`P_{in} \leftarrow P_{in} + w_n`, and next time sends
     client i the models with the largest :math:`P_{in}`; ties are broken at random. With probability
     :math:`\max(0, \varepsilon - \delta t)` in round t, each of the M is replaced by a random other
     model.
 
-    A client is judged by its own model as it was last trained, or by the common initial model if it
-    never was; the mixture from which it would start now is judged as ``server/``. Buffers stay with
-    the clients. The server stores N models; a round's traffic grows with M.
+    A client is judged by its own last trained model, at first the common initial one. The tags
+    ``server/`` report the mixture from which it would start now. Buffers stay with the clients. The
+    server stores N models. A round's traffic grows with M.
 
     Args:
         num_models: M; fewer are sent if fewer have been received. 0 is Local, on fewer samples.
-        held_out: Share of each client's training samples on which it compares models; a client with
-            a single sample also trains on it.
-        epsilon: :math:`\varepsilon`, the probability that a model is a random one.
+        held_out: Share of each client's training samples for comparing models. A client with a
+            single sample also trains on it.
+        epsilon: :math:`\varepsilon`, the probability of a random model.
         decay: :math:`\delta`, the decrease of that probability each round.
 
     Attributes:
@@ -108,7 +108,7 @@ class FedFomo(StoredModels):
         return {"scores": 3 * self.clients.num_clients**2 * torch.double.itemsize}
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; no stored model changes before all clients have trained."""
+        """Run one round. No stored model changes before all clients have trained."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             asked, scores = self._asked
@@ -117,7 +117,7 @@ class FedFomo(StoredModels):
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return the mixtures from which the clients ``[C]`` train, and keep their scores."""
+        """Return the clients' initial mixtures ``[C]``, and keep their scores."""
         self._asked = clients, self.scores(clients)
         return self.mixtures(*self._asked)
 
@@ -142,7 +142,7 @@ class FedFomo(StoredModels):
         return TensorDict(mixtures, batch_size=[len(clients)])
 
     def scores(self, clients: Tensor) -> Tensor:
-        """Return each client's scores of the models it is sent ``[C, num_clients]``, else 0."""
+        """Return each client's scores of its received models, else 0 ``[C, num_clients]``."""
         scores = torch.zeros(len(clients), len(self.received), device=clients.device).double()
         sent = self.choose(clients)
         if not sent.shape[1]:
@@ -159,7 +159,7 @@ class FedFomo(StoredModels):
         return scores
 
     def choose(self, clients: Tensor) -> Tensor:
-        """Return whose models each client is sent ``[C, M]``, its own if there are no others."""
+        """Return the ids of the models for each client ``[C, M]``, its own if no others exist."""
         now = self.clients.rounds
         epsilon = max(0.0, self.epsilon - self.decay * now)
         known = self.received.nonzero().flatten()
@@ -183,11 +183,11 @@ class FedFomo(StoredModels):
         self.affinity += self._scores
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return each client's model as it was last trained."""
+        """Return each client's last trained model."""
         return self.clients.judged(clients, self.models_of(clients))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the models sent, and of the initial one until a client answers."""
+        """Return the bytes of the sent models, and of the initial one until a client answers."""
         received = self.received[clients.cpu()].long()
         models = (self.received.sum() - received).clamp(max=self.num_models)
         return int((models + 1 - received).sum()) * state_bytes(sent)

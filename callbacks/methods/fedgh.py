@@ -1,4 +1,4 @@
-"""FedGH: clients with bodies of their own, and a head that the server trains on mean features."""
+"""FedGH: clients have their own bodies, and the server trains a head on mean features."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .registry import Method
 
 @checked
 class Reporting(Prototypical):
-    """Trains a client's own model from the head that it receives, and reports its prototypes.
+    """Trains a client's own model from the received head, and reports its prototypes.
 
-    Its body, with buffers, is the one of its last participation. Body and head train together, on
-    the client's own loss; then it takes the mean features of its classes over all its training
+    It keeps its body, with buffers, from its last participation. Body and head train together, on
+    the client's own loss. Then it computes the mean features of its classes over all its training
     samples, in evaluation mode. It keeps its model.
     """
 
@@ -45,18 +45,18 @@ class Reporting(Prototypical):
         return Prototypes(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' own models, with the head that is sent."""
+        """Return the clients' own models, with the received head."""
         return self.judged(work, clients, sent).update(sent)
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' own models as they were trained."""
+        """Return the clients' own trained models."""
         states = work.start_states(clients, sent)
         return states.update(work.remembered(clients, states).states)
 
     def further(
         self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
     ) -> TensorDict:
-        """Return the clients' own models, with the head that is sent."""
+        """Return the clients' own models, with the received head."""
         return self.before_training(work, clients, sent)
 
 
@@ -64,20 +64,20 @@ class Reporting(Prototypical):
 class FedGH(ServerCallback):
     r"""Federated learning with a global header (Yi et al. 2023, algorithm 1).
 
-    Every client has a body of its own, of which nothing travels. It gets the head :math:`\varphi`,
-    trains it together with its body, and sends the mean feature :math:`\bar z_{ik}` of each class k
-    that it has. For each of these, by client and then by class, the server takes a step
+    Every client has its own body, which never travels. It gets the head :math:`\varphi`, trains it
+    together with its body, and sends the mean feature :math:`\bar z_{ik}` of each of its classes k.
+    For each mean feature, by client and then by class, the server takes a step
 
     .. math:: \varphi \leftarrow \varphi
         - \eta_s \nabla_\varphi\, \mathrm{CE}(\varphi(\bar z_{ik}), k).
 
-    A client is judged by its own model as it was trained; the tags ``received/`` are those of its
-    body with :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
+    A client is judged by its own trained model. The tags ``received/`` report its body with
+    :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
 
     Args:
-        server_lr: Step :math:`\eta_s`; with 0 nothing crosses between clients.
+        server_lr: Step :math:`\eta_s`; with 0 clients exchange nothing.
         server_batch: Pairs of a mean feature and its class in a step.
-        server_epochs: How often the server goes through them.
+        server_epochs: Number of passes over the pairs.
 
     Raises:
         ConfigurationError: If an option is out of range, or the clients' module has no classes, or
@@ -113,20 +113,20 @@ class FedGH(ServerCallback):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Names of the entries of the head that travel, its parameters."""
+        """Names of the head's entries that travel: its parameters."""
         head = f"{self.clients.head.name}."
         return tuple(name for name in self.clients.layout.parameters if name.startswith(head))
 
     @property
     def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries that travel: those of the head, and of the prototypes."""
+        """Names of the entries that travel: the head's and the prototypes'."""
         return (*self.head_names, MEANS, COUNTS)
 
     def setup_server(self) -> None:
-        """Keep the initial model, and the head as a module of its own, in evaluation mode.
+        """Keep the initial model, and the head as a separate module, in evaluation mode.
 
         Raises:
-            ConfigurationError: If the head takes anything else than vectors.
+            ConfigurationError: If the head takes anything other than vectors.
         """
         super().setup_server()
         head = self.clients.head
@@ -141,7 +141,7 @@ class FedGH(ServerCallback):
             ) from error
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; clients return their prototypes."""
+        """Run one round. Clients return their prototypes."""
         self._updates: list[ClientUpdates] = []
         for updates in self.clients.train(cohort, self.broadcast, returns=(MEANS, COUNTS)):
             self.receive(updates)

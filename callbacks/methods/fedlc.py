@@ -1,4 +1,4 @@
-"""FedLC: clients lower the logits of the classes of which they have few samples."""
+"""FedLC: clients lower the logits of classes with few samples."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pflight.options import NonNegativeFloat, checked
 from .logits import AdjustedLogits
 from .registry import Method
 
-_ABSENT = -1e4  # leaves nothing of a class in the softmax
-_FEW = 1e-8  # samples of a class that has none, where it counts
+_ABSENT = -1e4  # removes a class from the softmax
+_FEW = 1e-8  # counted samples of a class without samples
 
 
 @checked
 class CalibratedLogits(AdjustedLogits):
-    r"""FedLC's client, which minimises :math:`\mathrm{CE}(z - \tau n_i^{-1/4}, y)` of its logits.
+    r"""FedLC's client: it minimises :math:`\mathrm{CE}(z - \tau n_i^{-1/4}, y)` of its logits z.
 
-    The fewer samples of a class, the further its logit :math:`z_c` has to be above the others to
-    be right (Zhang et al. 2022, with the true class in the denominator, as all code has it:
-    without it the loss has no lower bound).
+    The fewer samples a class has, the larger a margin its logit :math:`z_c` needs (Zhang et al.
+    2022). As in all code, the denominator includes the true class. Without it the loss has no lower
+    bound.
 
     Args:
         tau: :math:`\tau`.
-        absent: What becomes of classes without samples: ``"masked"``, so that they leave the
-            softmax, or ``"counted"`` as :math:`10^{-8}` samples, which shifts them by
+        absent: Treatment of classes without samples. ``"masked"`` removes them from the softmax.
+            ``"counted"`` counts :math:`10^{-8}` samples, and shifts their logits by
             :math:`100\,\tau`.
 
     """
@@ -47,15 +47,15 @@ class CalibratedLogits(AdjustedLogits):
 
 @checked
 class FedLC(FedAvg):
-    r"""Federated learning via logits calibration (Zhang et al. 2022): FedAvg of such clients.
+    r"""Federated learning via logits calibration (Zhang et al. 2022).
 
-    What they minimise is :class:`CalibratedLogits`'. They are judged by the logits as they are. A
-    client with a single class has nothing to learn: it returns the model that it was sent, and
-    weighs as much as its samples.
+    The server is FedAvg's. Clients train as in :class:`CalibratedLogits`, and are judged by
+    unshifted logits. A client with a single class learns nothing: it returns the received model,
+    with the weight of its samples.
 
     Args:
-        tau: :math:`\tau`; by default 1, or what the client's own client method says. With 0 and
-            ``absent="counted"`` it is FedAvg.
+        tau: :math:`\tau`; by default 1, or the value of the client's own client method. With 0 and
+            ``absent="counted"`` this is FedAvg.
         absent: ``"masked"``, the default, or ``"counted"``, as in :class:`CalibratedLogits`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.

@@ -1,4 +1,4 @@
-"""FedNova: clients that take more steps do not weigh more for that."""
+"""FedNova: more steps don't give a client more weight."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pflight.states.updates import ClientUpdates
 
 from .registry import Method
 
-_ROUNDING = 1e-2  # of a path, in half precision
+_ROUNDING = 1e-2  # relative error of a path in half precision
 _PATH, _STEPS = f"{OWN}path", f"{OWN}steps"
-_BITS = 32  # of a number of steps
+_BITS = 32  # of a number of steps, at most
 
 
 @checked
 class Normalised(ClientMethod):
-    r"""FedNova's client, which sends how far its steps would lead if all gradients were 1.
+    r"""FedNova's client: it sends the length of its path as if all gradients were 1.
 
-    That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
-    momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is what u
-    comes to from 0 in the steps
+    This length is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
+    momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is the
+    final u of the steps, from 0,
 
     .. math:: q = 1 - \eta\mu u, \qquad v \leftarrow \rho v + q, \qquad u \leftarrow u + v
 
@@ -39,7 +39,7 @@ class Normalised(ClientMethod):
     counts as part of the loss.
 
     Args:
-        mu: Weight :math:`\mu` of the proximal term, which passes through the momentum as well.
+        mu: Weight :math:`\mu` of the proximal term. The term passes through the momentum as well.
         tells_steps: Whether the client sends the number of its steps, too.
 
     Raises:
@@ -54,12 +54,12 @@ class Normalised(ClientMethod):
         self.tells_steps = tells_steps
 
     def check(self, module: LightningModule) -> None:
-        """Raise if a module is not trained by SGD without clipping, of which there is no path."""
+        """Raise unless a module is trained by SGD without clipping. Others have no such path."""
         needs = "FedNova: the length of a client's path needs SGD with one positive lr"
         self.descending = sgd_of(module, needs, momentum=True)
 
     def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
-        """Refuse a path that no number of steps has, or more steps than there are batches."""
+        """Refuse a path that fits no number of steps, or more steps than batches."""
         steps = torch.tensor(float(num_steps))
         longest, shortest = float(self.path(steps)), float(self.path(torch.ones(())))
         path, told = float(sent[_PATH]), float(sent.get(_STEPS, steps))
@@ -69,7 +69,7 @@ class Normalised(ClientMethod):
         return f"its path has length {path:.2g}, where that of {num_steps} steps is {longest:.2g}"
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what it sends besides the model, at first 0."""
+        """Return the entries that it sends beside the model, at first 0."""
         zero = next(iter(weights.values())).new_zeros(())
         return {"path": zero, **({"steps": zero} if self.tells_steps else {})}
 
@@ -78,16 +78,16 @@ class Normalised(ClientMethod):
         return self.proximal.penalty(c) if self.proximal.mu else None
 
     def after_training(self, c: LocalClient) -> None:
-        """Put down how far it went."""
+        """Store the length of the path."""
         c.own["path"].copy_(self.path(c.num_steps))
         if self.tells_steps:
             c.own["steps"].copy_(c.num_steps)
 
     def path(self, steps: Tensor) -> Tensor:
-        """Return :math:`A_i` after so many steps, a scalar.
+        """Return :math:`A_i` after ``steps`` steps, a scalar.
 
-        A step maps (u, v, 1) linearly, so that it is squared again and again and applied where the
-        number of steps has a bit.
+        A step is a linear map of (u, v, 1). Its power is computed by repeated squaring, with the
+        bits of the number of steps.
         """
         lr, rho, nesterov = self.descending
         q = torch.tensor([-lr * self.proximal.mu, 0.0, 1.0], dtype=torch.double)
@@ -111,9 +111,9 @@ class FedNova(FedAvg):
     .. math:: \theta \leftarrow \theta + \tau \sum_{i \in S} p_i \frac{\theta_i - \theta}{A_i},
         \qquad p_i = \frac{n_i}{\sum_{j \in S} n_j}, \qquad \tau = \sum_{i \in S} p_i A_i,
 
-    so that a client does not weigh more for taking more steps. If all :math:`A_i` are equal, it is
-    FedAvg, or FedProx. Clients are those of :class:`Normalised`. Parameters alone are normalised;
-    buffers are averaged with the weights :math:`p_i`. A client that took no step takes no part.
+    so that more steps don't give a client more weight. If all :math:`A_i` are equal, this is
+    FedAvg, or FedProx. Clients train as in :class:`Normalised`. Only parameters are normalised.
+    Buffers are averaged with the weights :math:`p_i`. A client without steps is left out.
 
     Args:
         mu: Weight of the clients' proximal term.
@@ -143,7 +143,7 @@ class FedNova(FedAvg):
         )
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return the server's model alone: lengths and numbers of steps only come back."""
+        """Return only the server's model, since lengths and numbers of steps only come back."""
         own = {*self.clients.layout.own}
         names = [name for name in self.sent_names if name not in own]
         return self.server.expand(0, names, len(clients))
@@ -161,7 +161,7 @@ class FedNova(FedAvg):
         self.normalised.add(updates.states, updates.num_samples / paths)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the parameters where the normalised changes lead."""
+        """Return the mean, with the parameters moved by the normalised changes."""
         self.normalised.all_reduce()
         models, share = self.normalised.compute()[0], self.normalised.weights / self.mean.weights
         tau = share[0] * mean[_STEPS if self.tau_eff == "steps" else _PATH]

@@ -1,4 +1,4 @@
-"""FedPAC: clients whose features are aligned, and whose heads are combined for each of them."""
+"""FedPAC: clients align their features, and each gets its own combination of heads."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .registry import Method
 
 _SHARED, _SPREAD = f"{EXTRA}.shared", f"{EXTRA}.spread"
 _HEAD = Layers(head=True)
-_SMALLEST = 1e-3  # weight of a head that is not left out
-_RIDGE = 1e-12  # so that equal clients have equal weights
+_SMALLEST = 1e-3  # heads with smaller weights are left out
+_RIDGE = 1e-12  # gives equal clients equal weights
 
 Vector = NDArray[np.float64]
 
 
 class Statistics(Prototypes):
-    """Prototypes of classes, and what a client tells of its features.
+    """Prototypes of classes, and the sent statistics of a client's features.
 
     Args:
         classes: Number of classes.
@@ -52,24 +52,24 @@ class Statistics(Prototypes):
 
 @checked
 class Aligned(Prototypical):
-    r"""Trains a client's head first and then its body, with features pulled to prototypes.
+    r"""Trains a client's head first, then its body, with features pulled to prototypes.
 
-    At the body that it receives, a client takes the means :math:`\mu_{ic}` of its features by class
-    and, with class shares :math:`p_{ic}`, (FedPAC, Xu et al. 2023, eq. 9 to 12)
+    With the received body, a client computes the means :math:`\mu_{ic}` of its features by class.
+    With its class shares :math:`p_{ic}` it also computes (FedPAC, Xu et al. 2023, eq. 9 to 12)
 
     .. math:: h_{ic} = p_{ic} \mu_{ic}, \qquad
         v_i = \frac{1}{n_i} \Big(\sum_c p_{ic} \overline{\|z\|^2}_{ic}
         - \sum_c p_{ic}^2 \|\mu_{ic}\|^2\Big).
 
-    It trains the head for some epochs while the body rests, and then the body while the head rests,
-    with :math:`\frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2` added to the loss
-    (eq. 6). For a class without global prototype it takes its own, :math:`\mu_{ic}`; in the first
-    round, without any, nothing is added. Then its prototypes are the means by the new body.
+    It trains first the head with a fixed body, then the body with a fixed head. In the second phase
+    the loss gets the term :math:`\frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2` (eq. 6). A
+    class without global prototype uses the client's own, :math:`\mu_{ic}`. In the first round there
+    are no prototypes and no term. Then the client's prototypes are the means with the new body.
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
-        head_lr: Learning rate of the head, in place of the client's own; ``None`` for that.
-        head_epochs: Epochs in which the head is trained.
+        head_lr: Learning rate of the head; ``None`` for the client's own.
+        head_epochs: Epochs of the head.
 
 
     References:
@@ -98,7 +98,7 @@ class Aligned(Prototypical):
         return [first, *phases[1:]]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Take the statistics at the body that is received, and own prototypes as a stopgap."""
+        """Compute the statistics with the received body, and own prototypes for missing ones."""
         states = super().before_training(work, clients, sent)
         means = states[MEANS]
         like = {"z": means[0], "n": means[0, :, 0], "squares": means[0, 0, 0]}
@@ -128,7 +128,7 @@ class Aligned(Prototypical):
 
 
 def _moments(c: LocalClient, batch: Any) -> dict[str, Tensor]:
-    """Return sums of a batch's features and samples by class, and of the features' squares."""
+    """Return a batch's sums of features and samples by class, and of squared features."""
     sums = class_sums(c, batch)
     _, z, _ = c.task_loss_and_features(batch)
     return {**sums, "squares": c.batch_sum(z.square().sum(1))}
@@ -138,24 +138,24 @@ def _moments(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class FedPAC(FedAvg):
     r"""Personalized federated learning with feature alignment and classifier combination.
 
-    The server takes the mean of the bodies, as FedAvg does, and that of the prototypes by numbers
-    of samples. Of the heads :math:`V_j` that it got in a round, each client that sent one gets a
-    combination of its own, :math:`\sum_j a_{ij} V_j`, with the weights
+    The server takes the mean of the bodies, as FedAvg does, and the mean of the prototypes,
+    weighted by samples. Each client that sent a head :math:`V_i` gets its own combination
+    :math:`\sum_j a_{ij} V_j` of the round's heads, with the weights
 
     .. math:: a_i = \arg\min_{a \ge 0, \sum a = 1} a^\top P_i\, a, \qquad P_i = \mathrm{diag}(v_j) +
         \Big(\sum_c \langle h_{ic} - h_{jc},\, h_{ic} - h_{kc} \rangle\Big)_{jk}
 
-    (Xu et al. 2023, eq. 13 and 14); those below 0.001 are left out. What clients do, and what they
-    tell, is in :class:`Aligned`. A client is judged by the server's body with its combined head,
-    which stays until it takes part again; the tags ``local/`` are those of its trained model.
-    A newcomer's head is the mean of the last heads that were returned, weighted as bodies are.
+    (Xu et al. 2023, eq. 13 and 14). Weights below 0.001 are left out. Clients train as in
+    :class:`Aligned`. A client is judged by the server's body with its combined head. It keeps this
+    head until it takes part again. The tags ``local/`` report its trained model. A newcomer's head
+    is the mean of the last returned heads, with the weights of the bodies.
 
     Args:
-        lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own client method.
+        lam: Weight of the distance to the prototypes; by default 1, or the value of the client
+            module's own client method.
         head_lr: Learning rate of the head, by default 0.1.
-        head_epochs: Epochs of the head before the local epochs, which train the body; by default 1.
-            In fine-tuning they are the first of its epochs.
+        head_epochs: Epochs of the head before the local epochs of the body; by default 1.
+            Fine-tuning begins with them.
         weighting: As in :class:`FedAvg`, for the body.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -196,7 +196,7 @@ class FedPAC(FedAvg):
         self._head = [name for name in self.clients.layout.parameters if name in head]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, of the head's epochs and then the local epochs of the body."""
+        """Run one round: the head's epochs, then the local epochs of the body."""
         client_method = self.clients.client_method
         assert isinstance(client_method, Aligned)
         self.on_round_start()
@@ -227,7 +227,7 @@ class FedPAC(FedAvg):
         self._told.append(replace(updates, states=told, kept=None))
 
     def set_pseudo_gradients(self) -> None:
-        """Step the body, update the prototypes, and combine heads for those that sent one."""
+        """Step the body, update the prototypes, and combine heads for clients that sent one."""
         super().set_pseudo_gradients()
         self._means.update()
         clients, states = gather_states(self._told, self.clients.device)
@@ -250,13 +250,13 @@ class FedPAC(FedAvg):
 
 
 def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
-    """Return the weights of clients' heads for each of them ``[S, S]``.
+    """Return the weights of all heads for each client ``[S, S]``.
 
     Args:
-        shared: Their means of features times class shares ``[S, K d]``.
-        spread: And the variances of these ``[S]``. That of a single sample says nothing:
-            the largest takes its place.
-        counts: Their numbers of samples ``[S]``.
+        shared: Means of features times class shares, by client ``[S, K d]``.
+        spread: Their variances ``[S]``. For a client with a single sample, the largest variance is
+            used.
+        counts: Numbers of samples ``[S]``.
     """
     spread = np.where(counts > 1, spread, spread.max(initial=0)).clip(min=0)
     weights = np.zeros((len(shared), len(shared)))
@@ -264,7 +264,7 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
         distances = shared - own
         matrix = distances @ distances.T + np.diag(spread)
         size = np.trace(matrix) or 1.0
-        # The weights are those of min u'Pu + (1'u - 1)^2, u >= 0, but for their sum.
+        # Up to their sum, the weights solve min u'Pu + (1'u - 1)^2, u >= 0.
         values, vectors = np.linalg.eigh(matrix / size + _RIDGE * np.eye(len(shared)))
         factor = np.sqrt(values.clip(min=0))[:, None] * vectors.T
         found, _ = nnls(np.vstack([factor, np.ones(len(shared))]), np.append(0 * spread, 1))

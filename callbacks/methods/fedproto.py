@@ -1,4 +1,4 @@
-"""FedProto: clients with models of their own, which share the mean features of their classes."""
+"""FedProto: clients have their own models, and share the mean features of their classes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class NearestPrototype(Prototypes):
         self.register_buffer("nearest", torch.zeros(()))  # whether the nearest one predicts
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives, or less the farther the features are from a prototype.
+        """Return the head's output, or negative distances of the features to prototypes.
 
-        Prototypes of the client's own classes count, or all where it has none of them.
+        The prototypes of the client's own classes count, or all prototypes if it has none.
         """
         logits = head(z)
         known = self.counts > 0
@@ -56,7 +56,7 @@ class NearestPrototype(Prototypes):
 
 @checked
 class ByPrototypes(Prototypical):
-    """Has clients judged by the nearest prototype as well as by their head.
+    """Judges clients by the nearest prototype as well as by their head.
 
     Args:
         lam: As in :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
@@ -75,7 +75,7 @@ class ByPrototypes(Prototypical):
     def further(
         self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
     ) -> TensorDict:
-        """Return the clients' own models, which predict by the nearest prototype."""
+        """Return the clients' own models, with predictions by the nearest prototype."""
         own = work.class_counts_of(clients).to(used[_OWN])
         return used.copy().update({_OWN: own, _NEAREST: torch.ones_like(used[_NEAREST])})
 
@@ -84,20 +84,20 @@ class ByPrototypes(Prototypical):
 class FedProto(Local):
     r"""Federated prototype learning (Tan et al. 2022, algorithm 1).
 
-    Every client has a model of its own, all of which start from a common one. It sends the mean
+    Every client has its own model. All models start from a common one. A client sends the mean
     features :math:`c_{ik}` of its classes, with their numbers of samples, and gets
 
     .. math:: \bar c_k = \frac{\sum_i n_{ik} c_{ik}}{\sum_i n_{ik}}
 
-    over the clients of the last round with the class that answered; a class that nobody has sent
-    keeps its prototype. What clients do with them is in
-    :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by
-    its own model; the tags ``prototype/`` are those of the nearest prototype among the classes of
+    over the clients of the last round that have the class and answered. A class without new means
+    keeps its prototype. Clients train as in
+    :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by its own
+    model. The tags ``prototype/`` report predictions by the nearest prototype among the classes of
     its training samples.
 
     Args:
-        lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own client method. With 0 this is :class:`Local`.
+        lam: Weight of the distance to the prototypes; by default 1, or the value of the client
+            module's own client method. With 0 this is :class:`Local`.
         align: ``"sample"`` or ``"class"``, as in
             :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
         weighting: ``"samples"`` as above, or ``"uniform"`` for the plain mean over the clients that
@@ -127,7 +127,7 @@ class FedProto(Local):
         self.use_client_method(ByPrototypes, lam=lam, align=align)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of all entries but for those of the prototypes."""
+        """Return the names of all entries except the prototypes."""
         return super().private_names(module, layout) - {MEANS, COUNTS, _OWN, _NEAREST}
 
     @property
@@ -145,11 +145,11 @@ class FedProto(Local):
         self._means.add(means, counts if self.weighting == "samples" else counts > 0)
 
     def set_pseudo_gradients(self) -> None:
-        """Take the means of the classes that somebody has sent."""
+        """Update the means of the sent classes."""
         self._means.update()
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the known prototypes, and once those of the initial model."""
+        """Return the bytes of the known prototypes, and once of the initial model."""
         known, row = int((sent[COUNTS][:1] > 0).sum()), sent[MEANS][0, 0].nbytes
         return super().bytes_down(clients, sent) + len(clients) * known * row
 

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg with clients that are pulled towards the server's model."""
+"""FedProx: FedAvg with a penalty that pulls clients towards the server's model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .registry import Method
 
 @checked
 class FedProx(FedAvg):
-    r"""FedProx (Li et al. 2020, algorithm 2): FedAvg of clients with a proximal penalty.
+    r"""FedProx (Li et al. 2020, algorithm 2): FedAvg with a proximal penalty of clients.
 
     Each client minimises :math:`f_i(w) + \frac{\mu}{2}\|w - \theta\|^2` (eq. 2), where
     :math:`\theta` is the model that the server sent. With ``mu=0`` it is FedAvg.
 
     Args:
-        mu: Weight of the penalty; by default 0.1, or that of the client module's own client method.
+        mu: Weight of the penalty; by default 0.1, or the value of the client module's own client
+            method.
         scaling: ``"plain"``, the default, or ``"eq7"``, as in
             :class:`~pflight.models.client_methods.Proximal`.
         weighting: As in :class:`FedAvg`.

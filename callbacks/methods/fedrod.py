@@ -1,4 +1,4 @@
-"""FedRoD: a generic head on a balanced loss, and a personal one beside it."""
+"""FedRoD: a generic head on a balanced loss, and a personal head beside it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pflight.states.state import StateLayout
 
 from .registry import Method
 
-_ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
+_ABSENT = -1e4  # replaces ln 0, and removes a class from the softmax
 _SHARES = f"{EXTRA}.shares"
 
 
 class PersonalHead(nn.Module):
-    r"""Adds :math:`\Phi_i z` to what the head gives for features :math:`z`, at first 0.
+    r"""Adds :math:`\Phi_i z`, at first 0, to the head's output for features :math:`z`.
 
     Args:
         width: Number of features.
@@ -43,9 +43,9 @@ class PersonalHead(nn.Module):
 
 
 class HyperHead(nn.Module):
-    r"""The same with :math:`\Phi_i = H(p_i; \nu)`, a network of the client's class shares.
+    r"""A personal head :math:`\Phi_i = H(p_i; \nu)` from a network of the client's class shares.
 
-    Without shares, all of which are 0, it is 0.
+    If all shares are 0, it is 0.
 
     Args:
         width: Number of features.
@@ -80,16 +80,16 @@ class TwoHeads(ClientMethod):
     .. math:: \mathrm{CE}(V z + \gamma \ln n_i,\, y)
         + \mathrm{CE}(\mathrm{sg}(V z) + \Phi_i\,\mathrm{sg}(z),\, y)
 
-    where :math:`n_i` are its numbers of samples by class; a class that it does not have is left out
-    of the first softmax. So the body and :math:`V` learn from the balanced loss alone, and
-    :math:`\Phi_i` from the other. Predictions are those of :math:`V + \Phi_i`. Fine-tuning trains
-    only :math:`\Phi_i` where that is the client's own.
+    with its numbers of samples by class :math:`n_i`. Classes without samples are left out of the
+    first softmax. So the body and :math:`V` learn only from the balanced loss, and :math:`\Phi_i`
+    only from the plain loss. Predictions use :math:`V + \Phi_i`. Fine-tuning trains only
+    :math:`\Phi_i` if it is the client's own.
 
     Args:
         gamma: Exponent :math:`\gamma` of the class counts; 0 gives the plain loss.
-        personal: ``"linear"``, a head of the client's own, or ``"hyper"``, one that a common
-            network makes of the client's class shares.
-        hidden: Width of that network's hidden layer.
+        personal: ``"linear"``, the client's own head, or ``"hyper"``, a head that a common network
+            makes from the client's class shares.
+        hidden: Width of this network's hidden layer.
 
 
     References:
@@ -111,14 +111,14 @@ class TwoHeads(ClientMethod):
         self.hidden = hidden
 
     def extra(self, module: LightningModule, head: Head) -> nn.Module:
-        """Return the personal head, or the network that makes it."""
+        """Return the personal head, or the network for personal heads."""
         bias = getattr(module.get_submodule(head.name), "bias", None) is not None
         if self.kind == "linear":
             return PersonalHead(head.width, head.outputs, bias)
         return HyperHead(head.width, head.outputs, bias, self.hidden)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the sum of both losses; in fine-tuning that of the prediction."""
+        """Return the sum of both losses, or in fine-tuning the prediction's loss."""
         if c.received is None:
             return c.task_loss(batch)
         counts = c.class_counts
@@ -129,18 +129,18 @@ class TwoHeads(ClientMethod):
         return balanced + c.losses(personal, batch)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:
-        """Have fine-tuning train the client's own head alone."""
+        """Fine-tune only the client's own head."""
         if anchored or self.kind == "hyper":
             return None
         own = [name for name, _ in module.named_parameters() if name.startswith(f"{EXTRA}.")]
         return [Phase(0, epochs, own)]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the class shares into the states."""
+        """Write the class shares into the states."""
         return self._with_shares(work, clients, super().before_training(work, clients, sent))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the class shares into the states."""
+        """Write the class shares into the states."""
         return self._with_shares(work, clients, super().judged(work, clients, sent))
 
     def _with_shares(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -156,14 +156,14 @@ class FedRoD(FedAvg):
     r"""Federated robust decoupling (Chen and Chao 2022, algorithm 1).
 
     The server takes the mean of bodies and generic heads, as FedAvg does. Clients train as in
-    :class:`TwoHeads`. With ``personal="linear"`` each has a personal head of its own, which never
-    travels; with ``"hyper"`` the network that makes personal heads is averaged like the rest, and
+    :class:`TwoHeads`. With ``personal="linear"`` each client has its own personal head, which never
+    travels. With ``"hyper"`` a network makes the personal heads. It is averaged like the rest, and
     the class shares stay with the clients. A client is judged by the server's model with its
-    personal head, and the tags ``server/`` are the generic model's: the personal head of a newcomer
-    is 0, or what the network makes of its class shares.
+    personal head. The tags ``server/`` report the generic model. A newcomer's personal head is 0,
+    or made by the network from its class shares.
 
     Args:
-        gamma: Exponent of the class counts in the balanced loss, by default 1; or that of the
+        gamma: Exponent of the class counts in the balanced loss; by default 1, or the value of the
             client module's own client method.
         personal: ``"linear"`` or ``"hyper"``.
         hidden: Width of the hidden layer with ``"hyper"``, by default 16.
@@ -204,7 +204,7 @@ class FedRoD(FedAvg):
         return "FedRoD" + " (hyper)" * (client_method.kind == "hyper")
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with personal head or class shares."""
+        """Return the names of the private entries, including personal head or class shares."""
         own = {_SHARES} if _SHARES in layout.extra else {*layout.extra}
         return super().private_names(module, layout) | own
 

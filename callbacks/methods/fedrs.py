@@ -1,4 +1,4 @@
-"""FedRS: clients hold back the logits of classes that they don't have."""
+"""FedRS: clients scale down the logits of their missing classes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .registry import Method
 
 @checked
 class RestrictedSoftmax(AdjustedLogits):
-    r"""FedRS' client, which minimises :math:`\mathrm{CE}(s_i \odot z, y)` of its logits :math:`z`.
+    r"""FedRS' client: it minimises :math:`\mathrm{CE}(s_i \odot z, y)` of its logits :math:`z`.
 
-    Without scaling, every step of a client lowers the logits of the classes that it does not have,
-    for all inputs; a smaller :math:`s_{ic}` holds that back (Li and Zhan 2021).
+    Without scaling, every step of a client lowers the logits of its missing classes, for all
+    inputs. A smaller :math:`s_{ic}` reduces this (Li and Zhan 2021).
 
     Args:
-        a: :math:`\alpha`, the scale of a class without samples; 1 gives plain training, and with 0
-            its logit is the constant 0.
-        scaling: ``"hard"`` for :math:`s_{ic} = 1` where there are samples and a elsewhere, as in
-            the paper, or ``"soft"`` for :math:`s_{ic} = a + (1 - a)\, n_{ic} / \max_k n_{ik}`, as
-            in the authors' code.
+        a: :math:`\alpha`, the scale of a class without samples. 1 gives plain training. With 0 its
+            logit is the constant 0.
+        scaling: ``"hard"`` for :math:`s_{ic} = 1` for classes with samples and a for others, as in
+            the paper. ``"soft"`` for :math:`s_{ic} = a + (1 - a)\, n_{ic} / \max_k n_{ik}`, as in
+            the authors' code.
 
     """
 
@@ -43,13 +43,14 @@ class RestrictedSoftmax(AdjustedLogits):
 
 @checked
 class FedRS(FedAvg):
-    r"""Federated learning with a restricted softmax (Li and Zhan 2021): FedAvg of such clients.
+    r"""Federated learning with a restricted softmax (Li and Zhan 2021).
 
-    What they minimise is :class:`RestrictedSoftmax`'s. They are judged by the logits as they are.
+    The server is FedAvg's. Clients train as in :class:`RestrictedSoftmax`, and are judged by
+    unscaled logits.
 
     Args:
-        a: :math:`\alpha`, the scale of the logits of classes that a client does not have; by
-            default 0.5, or what the client's own client method says. 1 is FedAvg.
+        a: :math:`\alpha`, the scale of the logits of missing classes; by default 0.5, or the value
+            of the client's own client method. 1 is FedAvg.
         scaling: ``"hard"``, the default, or ``"soft"``, as in :class:`RestrictedSoftmax`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.

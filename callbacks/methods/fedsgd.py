@@ -23,12 +23,12 @@ class FedSGD(FedAvg):
     r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
 
     :math:`g_i` is the gradient of client i's loss at the server's model, in training mode, clipped
-    as the client module does. It is the same as FedAvg with one full-batch local step.
+    as in the client module. This equals FedAvg with one full-batch local step.
 
     Args:
         lr: Step size :math:`\eta` of the default server optimizer, SGD.
         weighting: As in :class:`FedAvg`.
-        batches: Number of mini-batches over which a gradient is taken, by default all samples.
+        batches: Number of mini-batches for a gradient, by default all samples.
         buffers: As in :class:`ServerCallback`.
     """
 
@@ -46,7 +46,7 @@ class FedSGD(FedAvg):
         self.batches = batches
 
     def setup_server(self) -> None:
-        """Make the server's model; raise for clients with manual optimization."""
+        """Make the server's model, and raise for clients with manual optimization."""
         super().setup_server()
         check_gradients(self.clients.module, "FedSGD")
         active = {one.name for one in self.active_modifiers}

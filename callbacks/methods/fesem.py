@@ -1,4 +1,4 @@
-"""FeSEM: several server models, clients clustered by the distance of their weights."""
+"""FeSEM: several server models, with clients clustered by distances of weights."""
 
 from __future__ import annotations
 
@@ -46,18 +46,17 @@ Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 class FeSEM(ClusteredMethod):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
-    The server keeps K models, the centers. Each client starts from the center it is assigned to;
-    with ``mu`` a penalty keeps it near the center (eq. 7). When an update :math:`W_i` arrives, the
-    E-step assigns the client to the nearest of the centers that were sent,
-    :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8). At the end of the round, the
-    M-step sets each center to the plain mean of its members that answered (eq. 9); a center without
-    such members stays as it is. Updates are streamed: memory grows with K, not with the number of
-    clients.
+    The server keeps K models, the centers. Each client starts from the center of its cluster. With
+    ``mu`` a penalty keeps it near the center (eq. 7). When an update :math:`W_i` arrives, the
+    E-step assigns the client to the nearest sent center, :math:`r_i = \arg\min_k \|W_i - C_k\|^2`
+    over parameters (eq. 8). At the end of the round, the M-step sets each center to the plain mean
+    of its members that answered (eq. 9). A center without such members stays unchanged. Updates are
+    streamed: memory grows with K, not with the number of clients.
 
-    The first round is the initialisation: up to ``init_clients`` clients train once from the common
-    initial model, and k-means on their models, the best of ``num_restarts`` starts by inertia,
-    gives the first centers; their updates are kept until then. A client that has not trained yet is
-    sent the mean of the centers, weighted by the samples of their members.
+    The first round is the initialisation. Up to ``init_clients`` clients train once from the common
+    initial model. K-means on their models gives the first centers: the best of ``num_restarts``
+    starts by inertia. Their updates are kept until then. A client that has not trained yet is sent
+    the mean of the centers, weighted by the samples of their members.
 
     With ``matching`` this is FeSEM-MA: the M-step is
     :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
@@ -71,10 +70,9 @@ class FeSEM(ClusteredMethod):
             :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
         num_restarts: Random starts of k-means.
         init_clients: Number of randomly drawn clients that train in the first round; all if fewer.
-        matching: How neurons are aligned: ``None`` does not align them, ``"bbp_map"`` matches them,
-            and a :class:`~pflight.callbacks.methods.matching.BBPMAP` does so with other options.
-            Its ``grow`` is not allowed: clients can't start from centers that are wider than their
-            network.
+        matching: How neurons are aligned. ``None`` does not align them. ``"bbp_map"`` matches them.
+            A :class:`~pflight.callbacks.methods.matching.BBPMAP` matches them with other options.
+            Its ``grow`` is not allowed, since centers can't be wider than the clients' networks.
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
         distance: Distance in the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a
@@ -82,14 +80,14 @@ class FeSEM(ClusteredMethod):
             uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
-        mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or that of
-            a :class:`~pflight.models.ProximalClient`.
+        mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
+            value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
-        selection: With ``"auto"``, the :class:`ClusterSelection` by which ``num_clusters`` was
-            chosen; until then ``num_clusters`` is 0.
+        selection: With ``"auto"``, the :class:`ClusterSelection` that gave ``num_clusters``. Until
+            then ``num_clusters`` is 0.
 
     Raises:
         ConfigurationError: On more clusters than clients, options out of range, or a network that
@@ -161,13 +159,13 @@ class FeSEM(ClusteredMethod):
         self.add_state("selection", None, kind=ClusterSelection)
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
-        """Choose the number of clusters if it is not known yet, and make as many models."""
+        """Choose an unknown number of clusters, and make as many models."""
         if not self.num_clusters:
             self.selection = choose_for(trainer, self)
             self.add_centers(self.selection.num_clusters)
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; the first is the initialisation, with clients of its own."""
+        """Run one round. The first is the initialisation, with its own clients."""
         if self.initialized:
             super().round(cohort)
         else:
@@ -175,7 +173,7 @@ class FeSEM(ClusteredMethod):
             self.log_sizes()
 
     def receive(self, updates: ClientUpdates) -> None:
-        """E-step: assign each client to the nearest of the centers sent, and add it to the mean."""
+        """E-step: assign each client to the nearest sent center, and add it to the mean."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
         self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
 
@@ -187,7 +185,7 @@ class FeSEM(ClusteredMethod):
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         index = self.clients.current.entry.index
-        seed = self.clients.seed + index  # another sample after a round with too few answers
+        seed = self.clients.seed + index  # a new sample after a round with too few answers
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
@@ -215,7 +213,7 @@ class FeSEM(ClusteredMethod):
         self.initialized = True
 
     def on_state_loaded(self) -> None:
-        """Make as many models as were chosen."""
+        """Make the chosen number of models."""
         if self.automatic:
             self.resize(self.num_clusters)
 
@@ -233,11 +231,11 @@ def select_num_clusters(
     """Compare numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
 
     For each candidate a new federation is trained, with the client module, options and seed of the
-    one given, on up to ``callback.init_clients`` clients, all of which take part in every round.
-    They are judged on their validation samples or, if the sample has none, on a random fifth of
-    their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
-    smallest candidate, to see how the distance falls. The federation given and the global random
-    generators are not changed.
+    given one. It has up to ``callback.init_clients`` clients. All of them take part in every round.
+    They are judged on their validation samples. If none has any, a random fifth of the training
+    samples is held out instead. ``"distance"`` also tries one cluster fewer than the smallest
+    candidate, to see how the distance falls. The given federation and the global random generators
+    are not changed.
 
     Args:
         federation: The federation to choose for; it need not have been set up.

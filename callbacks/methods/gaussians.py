@@ -20,7 +20,7 @@ class Gaussians(NamedTuple):
     covariance: Tensor
 
     def of(self, z: Tensor, y: Tensor, ridge: float) -> Gaussians:
-        """Return those of features ``[n, d]`` of classes ``[n]``, with these means for the others.
+        """Return Gaussians of features ``[n, d]`` of classes ``[n]``; missing classes keep means.
 
         Args:
             z: The features.
@@ -35,7 +35,7 @@ class Gaussians(NamedTuple):
         return Gaussians(means, rest.T @ rest / max(len(z) - 1, 1) + ridge * identity)
 
     def mixed(self, local: Gaussians, share: Tensor) -> Gaussians:
-        """Return these, with a share of local ones in the means and one in the covariance."""
+        """Return a mixture, with a share of local means and a share of local covariance."""
         return Gaussians(
             torch.lerp(self.means, local.means, share[0]),
             torch.lerp(self.covariance, local.covariance, share[-1]),
@@ -45,17 +45,17 @@ class Gaussians(NamedTuple):
         """Return weight ``[K, d]`` and bias ``[K]`` of the linear discriminant.
 
         Args:
-            prior: Of the classes ``[K]``.
+            prior: Prior of the classes ``[K]``.
             eps: Share of a multiple of the identity in the covariance.
         """
         weight = torch.linalg.solve(self._regular(eps), self.means.T).T
         return weight, prior.log() - (self.means * weight).sum(1) / 2
 
     def axes(self, local: Gaussians, eps: float) -> tuple[Tensor, Tensor]:
-        """Return axes ``[d, d]`` of features that make both covariances diagonal.
+        """Return feature axes ``[d, d]`` that make both covariances diagonal.
 
-        Along these, the common one is the identity, and the variances of the local one are
-        returned, too ``[d]``. What is mixed of both is diagonal for every share.
+        Along these axes, the common covariance is the identity. The variances of the local one
+        ``[d]`` are returned, too. Every mixture of both is diagonal.
         """
         variances, turned = torch.linalg.eigh(self._regular(eps))
         least = torch.finfo(variances.dtype).eps * variances.amax()
@@ -69,9 +69,9 @@ class Gaussians(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Mixtures of common and local Gaussians that are judged by samples.
+    """Mixtures of common and local Gaussians, judged by samples.
 
-    All is along the axes of :meth:`Gaussians.axes`, so that a mixture costs no linear algebra.
+    All values are along the axes of :meth:`Gaussians.axes`. So a mixture needs no linear algebra.
     """
 
     common: Floats  # means [K, d]
@@ -94,8 +94,8 @@ class Judged(NamedTuple):
         """Return the discriminant's mean cross-entropy, and its derivatives ``[2]``.
 
         Args:
-            share: Of the local means.
-            spread: Of the local covariance.
+            share: Share of the local means.
+            spread: Share of the local covariance.
         """
         apart, wider = self.local - self.common, self.variances - 1
         means, variances = self.common + share * apart, 1 + spread * wider

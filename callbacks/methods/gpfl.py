@@ -1,4 +1,4 @@
-"""GPFL: a valve on the features gives each client global and personal ones at once."""
+"""GPFL: a valve turns each client's features into global and personal ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SMALLEST = 1e-8  # length of a row
 
 
 class ConditionalValve(nn.Module):
-    r"""Lets through features :math:`h` as a condition :math:`c` says, to the head.
+    r"""Passes features :math:`h` on to the head, depending on a condition :math:`c`.
 
     .. math:: T_c(h) = \mathrm{ReLU}((\gamma(c) + 1) \odot h + \beta(c)),
 
-    with :math:`\gamma` and :math:`\beta` each a linear layer, ReLU and LayerNorm. Beside it are
-    embeddings of the classes, the two conditions, and the client's class shares.
+    where :math:`\gamma` and :math:`\beta` are each a linear layer, ReLU and LayerNorm. The module
+    also holds embeddings of the classes, the two conditions, and the client's class shares.
 
     Args:
         classes: Number of classes.
@@ -51,14 +51,14 @@ class ConditionalValve(nn.Module):
         self.register_buffer("shares", torch.zeros(classes))
 
     def forward(self, h: Tensor, head: Callable[[Tensor], Tensor], general: bool = False) -> Tensor:
-        """Return what the head gives for the personal features, or the general ones."""
+        """Return the head's output for the personal features, or the general ones."""
         condition = self.general if general else self.personal
         return head(((self.gamma(condition) + 1) * h + self.beta(condition)).relu())
 
 
 @checked
 class Valved(ClientMethod):
-    r"""Trains a client on its personal features, with general ones held to classes' embeddings.
+    r"""Trains a client on its personal features, with general ones pulled to class embeddings.
 
     With the embeddings :math:`\hat Q` that it receives and its class shares :math:`p_{ic}`, the
     conditions of a client are :math:`g = \frac{1}{C} \sum_c \hat Q_c` and
@@ -67,9 +67,9 @@ class Valved(ClientMethod):
     .. math:: \mathrm{CE}(\mathrm{head}(T_{p_i}(h)), y) + \mathrm{CE}(\cos(T_g(h), Q), y)
         + \frac{\lambda}{B} \sum_b \|T_g(h_b) - \hat Q_{y_b}\|
 
-    over its body, its head, the embeddings :math:`Q` and the valve of :class:`ConditionalValve`,
-    the last two with weight decay :math:`\mu` in place of the optimizer's own. The second term has
-    the cosines with all rows as logits. Fine-tuning has the first term alone.
+    over its body, its head, the embeddings :math:`Q` and the valve of :class:`ConditionalValve`.
+    Embeddings and valve have the weight decay :math:`\mu` in place of the optimizer's own. The
+    logits of the second term are the cosines with all rows. Fine-tuning uses the first term only.
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
@@ -111,15 +111,15 @@ class Valved(ClientMethod):
         return loss + c.mean(angle + self.lam * torch.linalg.vector_norm(general - targets, dim=1))
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, super().before_training(work, clients, sent))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, super().judged(work, clients, sent))
 
     def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, states.copy())
 
     def _with_conditions(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -133,7 +133,7 @@ class Valved(ClientMethod):
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1; a row of zeros stays."""
+    """Return rows of length 1; a row of zeros stays zero."""
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=_SMALLEST)
 
 
@@ -141,12 +141,12 @@ def unit(rows: Tensor) -> Tensor:
 class GPFL(FedAvg):
     r"""Global and personalized feature information (Zhang et al. 2023, algorithm 1).
 
-    The server takes the mean of bodies, embeddings and valves, as FedAvg does; heads and class
-    shares stay with the clients. What they do is in :class:`Valved`. A client is judged by the
-    server's model with its own head, on its personal features; a newcomer has the initial head.
+    The server takes the mean of bodies, embeddings and valves, as FedAvg does. Heads and class
+    shares stay with the clients. Clients train as in :class:`Valved`. A client is judged by the
+    server's model with its own head, on its personal features. A newcomer has the initial head.
 
     Args:
-        lam: Weight of the distance to the embeddings, by default 0.01; or that of the client
+        lam: Weight of the distance to the embeddings; by default 0.01, or the value of the client
             module's own client method.
         mu: Weight decay of embeddings and valve, by default 0.1.
         weighting: As in :class:`FedAvg`.
@@ -178,7 +178,7 @@ class GPFL(FedAvg):
         self.use_client_method(Valved, lam=lam, mu=mu)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with those of head and class shares."""
+        """Return the names of the private entries, including head and class shares."""
         return super().private_names(module, layout) | {_SHARES} | head_entries(module, layout)
 
 

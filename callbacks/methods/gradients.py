@@ -1,4 +1,4 @@
-"""Losses and gradients that an algorithm asks of clients beside their training."""
+"""Losses and gradients that an algorithm requests beside training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pflight.task import Task
 
 
 def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
-    """Clip clients' gradients ``[C]`` as the client module clips those of its steps.
+    """Clip clients' gradients ``[C]`` as the client module clips them in its steps.
 
     Args:
         client: The client module, with its option ``gradient_clip_val``.
@@ -31,7 +31,7 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
 def check_losses(
     module: LightningModule, algorithm: str, asked: str = "the loss of its clients"
 ) -> None:
-    """Raise if a client module uses manual optimization, so that it has no single loss."""
+    """Raise if a client module uses manual optimization. Then it has no single loss."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{algorithm} asks for {asked}, which {type(module).__name__} with manual optimization "
@@ -40,5 +40,5 @@ def check_losses(
 
 
 def check_gradients(module: LightningModule, algorithm: str) -> None:
-    """Raise if a client module uses manual optimization, so that it has no single gradient."""
+    """Raise if a client module uses manual optimization. Then it has no single gradient."""
     check_losses(module, algorithm, "the gradient of training_step's loss")

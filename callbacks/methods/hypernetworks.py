@@ -1,4 +1,4 @@
-"""Hypernetworks that give each client its weights of all clients' models, layer by layer."""
+"""Hypernetworks: each computes a client's weights of all models, layer by layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HyperNetwork(nn.Module):
 
     Args:
         num_layers: Layers of the client's model.
-        num_clients: Clients whose models are mixed.
+        num_clients: Number of clients with mixed models.
         embedding_dim: Size of the embedding, which is drawn from the standard normal distribution.
         hidden_dim: Width of the hidden layers.
         weights: How the logits become weights: with ``"softmax"`` they start as zeros, with
@@ -69,18 +69,18 @@ class HyperNetwork(nn.Module):
 
 
 class HyperNetworks(nn.Module):
-    """The hypernetworks of all N clients, computed together, and the weights that they give.
+    """The hypernetworks of all N clients, computed together, and their weights.
 
-    The parameters of each hypernetwork are one vector, padded with zeros. A hypernetwork whose
-    client does not take part has no gradient, so that no optimizer moves it, whatever its momentum
-    or weight decay.
+    The parameters of each hypernetwork are one vector, padded with zeros. If a client does not take
+    part, its hypernetwork has no gradient. So no optimizer moves it, not even by momentum or weight
+    decay.
 
     Args:
-        networks: Modules of one class, without inputs, that return logits ``[num_layers, N]``, in
-            client order; they are taken one at a time.
-        weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
-            weight on the client itself if no logit is positive.
-        mixed: Mask ``[N]`` of the clients whose models are mixed; the others have weight 0.
+        networks: Modules of one class without inputs, in client order. They return logits
+            ``[num_layers, N]`` and are read one at a time.
+        weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum. If no logit
+            is positive, the client itself gets all weight.
+        mixed: Mask ``[N]`` of the clients with mixed models; the others have weight 0.
     """
 
     mixed: Tensor
@@ -98,10 +98,10 @@ class HyperNetworks(nn.Module):
             if not len(self.vectors):
                 self._shapes = {name: p.shape for name, p in network.named_parameters()}
                 self._sizes = [shape.numel() for shape in self._shapes.values()]
-                # In a tuple, so that it is not a submodule: only its forward pass is used.
+                # A tuple keeps it from being a submodule: only its forward pass is used.
                 self._network = (copy.deepcopy(network).to("meta"),)
-            # Stacked rows have one alignment, so that a client's weights are the same to the last
-            # bit, whichever other clients are computed with it.
+            # Stacked rows have one alignment. So the other clients don't change a client's
+            # weights, not even in the last bit.
             padding = -sum(self._sizes) % _ALIGNED
             self.vectors.append(F.pad(parameters_to_vector(network.parameters()), (0, padding)))
         everyone = torch.ones(len(self), dtype=torch.bool)
@@ -154,8 +154,8 @@ class HyperNetworks(nn.Module):
 def weighted_sums(models: Tensor, clients: Tensor, weights: Tensor) -> Tensor:
     """Return sums of one tensor of all models, one sum for each client: ``[C, ...]``.
 
-    The matrix products have a fixed shape with a row for every client, so that a client's sum is
-    the same to the last bit, whichever other clients are computed with it.
+    The matrix products have a fixed shape with a row for every client. So the other clients don't
+    change a client's sum, not even in the last bit.
 
     Args:
         models: The tensor of each of the N models ``[N, ...]``.

@@ -29,30 +29,30 @@ _NONE = Layers()
 class IFCA(MultiCenter):
     r"""IFCA (Ghosh et al. 2020), also called hypothesis-based clustering (Mansour et al. 2020).
 
-    The server keeps K models :math:`\theta_k` and sends them all. Client i chooses the one with the
-    lowest loss over all its training samples, in evaluation mode,
-    :math:`k_i = \arg\min_k f_i(\theta_k)`, the lowest index on ties, and trains from it. Each model
-    becomes the mean of the clients that chose it and answered; a model that nobody chose stays as
-    it is. Clients, newcomers included, are judged by the model that they would choose now, by their
-    training samples. A client without training samples is judged by the model whose members have
-    the most samples.
+    The server keeps K models :math:`\theta_k` and sends them all. Client i chooses the model with
+    the lowest loss over all its training samples, in evaluation mode:
+    :math:`k_i = \arg\min_k f_i(\theta_k)`, the lowest index on ties. It trains from this model.
+    Each model becomes the mean of the clients that chose it and answered. A model that nobody chose
+    stays unchanged. Clients, newcomers included, are judged by their current choice, by training
+    samples. A client without training samples is judged by the model with the most training samples
+    among its members.
 
-    If all models were equal at first, all clients would choose the same one. So in the first
+    With equal initial models, all clients would choose the same one. So in the first
     ``group_rounds`` rounds clients don't choose, but train in K random groups of equal size, as in
     IFCA's experiment on FEMNIST.
 
     Args:
         num_clusters: K.
-        group_rounds: Number of those first rounds. With 0, clients choose at once between random
-            models: the first has the client module's weights, the others have them shuffled within
-            each tensor, which is a new draw if the weights were drawn independently.
+        group_rounds: Number of these first rounds. With 0, clients choose at once between random
+            models. The first has the client module's weights. The others have these weights
+            shuffled within each tensor: a new draw if they were drawn independently.
         centers: K states, as from ``federation.server_states()``, to choose from at once.
         weighting: Weights of clients in the mean of their cluster, ``"samples"`` or ``"uniform"``.
-        divide_by: ``"cluster"`` as above; ``"cohort"`` adds up the weighted changes of a cluster's
-            clients and divides them by the weight of all clients that answered. With uniform
-            weights and one full-batch local step this is IFCA's gradient averaging.
-        shared: Layers that are the same in all models, and become the mean of all clients that
-            answered, whatever they chose; for IFCA on FEMNIST these are all but the last.
+        divide_by: ``"cluster"`` as above. ``"cohort"`` divides the sum of a cluster's weighted
+            changes by the weight of all clients that answered. With uniform weights and one
+            full-batch local step this is IFCA's gradient averaging.
+        shared: Layers that all models share. They become the mean of all clients that answered,
+            independently of their choices. For IFCA on FEMNIST these are all but the last.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
@@ -128,18 +128,18 @@ class IFCA(MultiCenter):
                 )
 
     def on_round_start(self) -> None:
-        """Start a round, in which no client has chosen yet."""
+        """Start a round without choices."""
         super().on_round_start()
         self._chosen = torch.full_like(self.assignments, -1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return the cluster that each of the clients ``[C]`` chooses, or first its group."""
+        """Return the cluster that each client ``[C]`` chooses, or in first rounds its group."""
         chosen = self._groups[clients.cpu()] if self._grouping else self._choose(clients)
         self._chosen[clients.cpu()] = chosen
         return chosen
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add a chunk's models to the means of the clusters that they chose."""
+        """Add a chunk's models to the means of their chosen clusters."""
         self.assign(updates, self._chosen[updates.clients.cpu()])
 
     def means(self) -> dict[int, TensorDict]:
@@ -170,7 +170,7 @@ class IFCA(MultiCenter):
         self._chosen.fill_(-1)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the clusters that all clients have chosen."""
+        """Store the choices of all clients."""
         self.update_assignments(self._chosen)
 
     on_test_epoch_start = on_validation_epoch_start

@@ -1,4 +1,4 @@
-"""kNN-Per: FedAvg whose clients look at their nearest own samples when they predict."""
+"""kNN-Per: FedAvg, with predictions by the client's nearest own samples."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Kernel = Literal["squared", "distance"]
 
 
 class Neighbours(nn.Module):
-    r"""Mixes what the head gives with the classes of the nearest features in a store.
+    r"""Mixes the head's output with the classes of the nearest features in a store.
 
     Args:
         classes: Number of classes.
         width: Number of features.
         capacity: Samples in the store.
         k: Neighbours.
-        scale: Of the kernel.
+        scale: Scale of the kernel.
         kernel: As in :class:`Nearest`.
     """
 
@@ -53,7 +53,7 @@ class Neighbours(nn.Module):
         self.register_buffer("share", torch.zeros(()))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logarithms of probabilities; what the head gives if the share is 0."""
+        """Return logarithms of probabilities, or the head's output if the share is 0."""
         logits = head(z)
         votes = self.votes(z)
         mixed = mixture(self.share, votes, logits.softmax(1).to(votes)).log()
@@ -78,18 +78,18 @@ class Neighbours(nn.Module):
 
 
 def mixture(share: Tensor, votes: Tensor, probabilities: Tensor) -> Tensor:
-    """Return mixed probabilities, none of which is 0."""
+    """Return mixed probabilities, all above 0."""
     mixed = share * votes + (1 - share) * probabilities
     return mixed.clamp(min=torch.finfo(mixed.dtype).tiny)
 
 
 @checked
 class Nearest(ClientMethod):
-    r"""Has clients predict with their nearest training samples; training is plain.
+    r"""Predicts with a client's nearest training samples. Training is plain.
 
-    A client stores the features :math:`h_j` of its training samples, by the model that it is sent.
-    For a sample with features h, the k nearest (of equal ones the first) vote for their classes
-    with weights :math:`e^{-\|h - h_j\|^2 / (d s)}`, which gives :math:`q`, and the prediction is
+    A client stores the features :math:`h_j` of its training samples, computed with the received
+    model. For a sample with features h, the k nearest (the first on ties) vote for their classes
+    with the weights :math:`e^{-\|h - h_j\|^2 / (d s)}`. With the votes :math:`q`, the prediction is
     :math:`\lambda_i q + (1 - \lambda_i)\,\mathrm{softmax}(\text{logits})` (kNN-Per, Marfoq et al.
     2022, eq. 6 to 8). :math:`\lambda_i` is the first of 0, 0.1, ..., 1 with the highest accuracy on
     the client's validation samples, and 0.5 if it has none. A client without training samples
@@ -99,7 +99,8 @@ class Nearest(ClientMethod):
         k: Neighbours.
         scale: :math:`s`.
         lam: :math:`\lambda_i` of all clients, or ``None`` to choose it for each.
-        capacity: Samples in the store, at most; of more, some are drawn by seed, round and client.
+        capacity: Maximum number of samples in the store. Of more, some are drawn by seed, round and
+            client.
         kernel: ``"squared"`` as above, or ``"distance"`` for :math:`e^{-\|h - h_j\| / s}`.
 
 
@@ -133,16 +134,16 @@ class Nearest(ClientMethod):
         return Neighbours(int(classes), head.width, *how)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the loss of what the head alone gives."""
+        """Return the loss of the head's output alone."""
         return c.task_loss_and_features(batch, lambda _, logits: logits)[0]
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Fill the stores by what is sent."""
+        """Fill the stores with features of the received models."""
         states = super().judged(work, clients, sent)
         return self.after_finetuning(work, clients, states) if work.has_samples else states
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Fill the stores by the clients' models, and choose their shares."""
+        """Fill the stores with features of the clients' models, and choose their shares."""
         store, labels, share = (states[name].clone() for name in (_STORE, _LABELS, _SHARE))
         held_out: list[Any] = [{} for _ in clients]
         if self.lam is None:
@@ -184,15 +185,15 @@ def _outputs(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class KNNPer(FedAvg):
     r"""FedAvg with local memorisation (Marfoq et al. 2022, algorithm 1).
 
-    Training is FedAvg's. A client is judged by the server's model together with its nearest
-    training samples, as :class:`Nearest` says, and so is a newcomer; nothing of them travels. The
-    tags ``server/`` are those of the model alone.
+    Training is FedAvg's. Clients, newcomers included, are judged by the server's model together
+    with their nearest training samples, as in :class:`Nearest`. The store never travels. The tags
+    ``server/`` report the model alone.
 
     Args:
-        k: Neighbours, by default 7; or that of the client module's own client method.
-        scale: Of the kernel, by default 1.
+        k: Neighbours; by default 7, or the value of the client module's own client method.
+        scale: Scale of the kernel, by default 1.
         lam: Share of the neighbours in a prediction; by default it is chosen for each client.
-        capacity: Samples that a client stores, at most; by default 1000.
+        capacity: Maximum number of stored samples of a client, by default 1000.
         kernel: ``"squared"``, the default, or ``"distance"``.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.

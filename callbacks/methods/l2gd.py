@@ -1,4 +1,4 @@
-"""L2GD: clients keep models of their own, and a coin says when these move to their mean."""
+"""L2GD: clients have their own models, and a coin decides when they move to the mean."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class L2GD(FedAvg):
 
     The objective is
     :math:`\frac{1}{N} \sum_i f_i(x_i) + \frac{\lambda}{2N} \sum_i \|x_i - \bar x\|^2`, where every
-    client has a model of its own. In each iteration a coin shows, with probability :math:`1 - p`, a
-    local step, and else the step
+    client has its own model. In each iteration a coin selects a local step with probability
+    :math:`1 - p`, or else the step
 
     .. math:: x_i \leftarrow (1 - c)\,x_i + c\,\bar x, \qquad c = \frac{\alpha\lambda}{N p}.
 
-    A round here is one local training with all steps to the mean that come before it: they leave
-    the mean as it is, so that m in a row are one step of :math:`1 - (1 - c)^m`. Clients send their
-    models at the end of a round if the next one begins with such steps, for which they are then
-    sent the mean; nothing else travels after the initial model. The paper's local step is a single
-    one of SGD with ``lr`` :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
+    Here a round is one local training, after all steps to the mean that come before it. These steps
+    don't change the mean, so m of them are one step of :math:`1 - (1 - c)^m`. If the next round
+    begins with such steps, clients send their models, and are then sent the mean. Nothing else
+    travels after the initial model. The paper's local step is a single SGD step with ``lr``
+    :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
 
-    Where not all clients take part, which is outside the paper, only those that do take steps, and
+    In the paper all clients take part. Here only clients that take part take steps, and
     :math:`\bar x` is the mean of the models that clients sent last. Buffers stay with the clients.
     Newcomers start at :math:`\bar x`.
 
@@ -89,12 +89,12 @@ class L2GD(FedAvg):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that are kept for each client: its model, and the one that it has sent."""
+        """Bytes kept for each client: its model, and its last sent model."""
         template = self.clients.layout.template
         return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
 
     def tosses(self, round_index: int) -> int:
-        """Return how many steps to the mean the coin shows before a round's local training."""
+        """Return the number of steps to the mean before a round's local training."""
         random = generator(Purpose.SERVER, self.clients.seed, round_index)
         count = 0
         while torch.rand((), dtype=torch.float64, generator=random) < self.p:
@@ -102,11 +102,11 @@ class L2GD(FedAvg):
         return count
 
     def share(self, round_index: int) -> float:
-        """Return the share of the mean that a round begins with; there is no mean at first."""
+        """Return the share of the mean at the start of a round; 0 at first, without a mean."""
         return 1 - (1 - self.c) ** self.tosses(round_index) if round_index else 0.0
 
     def round(self, cohort: Tensor) -> None:
-        """Run a round, which clients begin with their steps to the mean."""
+        """Run a round. Clients begin with their steps to the mean."""
         due = self.share(self.clients.rounds + 1)
         returns = self.sent_names if due else ()
         self.on_round_start()
@@ -116,7 +116,7 @@ class L2GD(FedAvg):
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return the mean, if any of the clients ``[C]`` needs it, and the share of it to take."""
+        """Return the mean, if any client ``[C]`` needs it, and its share."""
         share = self.share(self.clients.rounds)
         if not share and self.clients.has_memory(clients).all():
             return TensorDict({}, batch_size=[len(clients)])
@@ -126,14 +126,14 @@ class L2GD(FedAvg):
         return sent
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add how far a chunk's models are from those that the clients sent before, or the mean."""
+        """Add the changes of a chunk's models from the last sent ones, or from the mean."""
         clients, states = updates.clients, updates.states
         before = self.clients.stored(clients, self.broadcast(clients))
         self.clients.store(clients, states)
         super().receive(replace(updates, states=states.sub(before)))
 
     def set_pseudo_gradients(self) -> None:
-        """Move the mean to that of all clients' last models."""
+        """Move the mean to the mean of all clients' last models."""
         self.mean.all_reduce()
         known = self.clients.has_stored(owned(torch.arange(self.clients.num_clients)))
         count = all_sum(known.sum())
@@ -144,7 +144,7 @@ class L2GD(FedAvg):
             self.server.set_pseudo_gradient(0, moved)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the mean where it is needed, and of a newcomer's first model."""
+        """Return the bytes of the needed mean, and of a newcomer's first model."""
         layout = self.clients.layout
         asking = clients
         if not self.share(self.clients.rounds):
@@ -153,7 +153,7 @@ class L2GD(FedAvg):
 
     @property
     def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel, its parameters."""
+        """Names of the entries that travel: the parameters."""
         return self.clients.layout.shared_parameters
 
 

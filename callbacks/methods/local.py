@@ -14,11 +14,11 @@ from .registry import Method
 
 
 class Local(ServerCallback):
-    """Every client trains its own model; nothing is ever aggregated.
+    """Every client trains its own model. Nothing is aggregated.
 
-    All clients start from one common model, which is sent once to each client; nothing else
-    travels. In each round the cohort trains as in other methods, so that budgets are comparable.
-    Held-out clients use the common initial model.
+    All clients start from one common model. It is sent once to each client. Nothing else travels.
+    In each round the cohort trains as in other methods, so that budgets are comparable. Held-out
+    clients use the common initial model.
     """
 
     sends_model = False
@@ -28,13 +28,13 @@ class Local(ServerCallback):
         return {*layout.moving}
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Do nothing: clients keep their models."""
+        """Do nothing, since clients keep their models."""
 
     def set_pseudo_gradients(self) -> None:
-        """Do nothing: the initial model stays as it is."""
+        """Do nothing, since the initial model stays unchanged."""
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the initial parameters, for clients without a model of their own."""
+        """Return the bytes of the initial parameters, for clients without their own model."""
         newcomers = int((~self.clients.has_memory(clients)).sum())
         layout = self.clients.layout
         return newcomers * sum(layout.template[name].nbytes for name in layout.parameters)

@@ -1,4 +1,4 @@
-"""The client method of methods that adjust a client's logits by its class counts in training."""
+"""The base class of client methods that adjust training logits by class counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pflight.method import ClientMethod, LocalClient
 
 
 class AdjustedLogits(ClientMethod):
-    """Trains a client on its task's loss of adjusted logits, in fine-tuning as well.
+    """Trains a client on its task's loss of adjusted logits, also in fine-tuning.
 
-    Predictions are by the logits as they are. A subclass says what the adjustment is.
+    Predictions use the unadjusted logits. A subclass defines the adjustment.
     """
 
     needs_head = True

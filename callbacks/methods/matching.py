@@ -1,12 +1,11 @@
-"""Matched averaging: the neurons of several networks are aligned before their weights are averaged.
+"""Matched averaging: align the neurons of several networks, then average their weights.
 
-The hidden neurons of a network can be permuted without changing what it computes, so that neuron 3
-of one client may do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches the neurons
-layer by layer, by the MAP estimate of a Beta-Bernoulli process (BBP-MAP), and averages those that
-match.
+A permutation of hidden neurons does not change a network's function. So neuron 3 of one client may
+do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches the neurons layer by layer, by
+the MAP estimate of a Beta-Bernoulli process (BBP-MAP), and averages matched neurons.
 
 Networks must be :mod:`chains <pflight.callbacks.methods.chains>` of layers. A network's *places*
-say for each layer but the last where its neurons go: neuron ``l`` becomes neuron
+are the new positions of its neurons, for each layer but the last: neuron ``l`` becomes neuron
 ``places[layer][l]``.
 
 References:
@@ -83,7 +82,7 @@ class BBPMAP:
 def permute(
     state: State, chain: Chain, places: Sequence[Tensor], widths: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return a copy of a state with permuted neurons, which computes the same function.
+    """Return a copy of a state with permuted neurons and the same function.
 
     Args:
         state: The state of one network.
@@ -117,14 +116,14 @@ def match(
 ) -> list[tuple[Tensor, ...]]:
     """Match the neurons of several networks layer by layer.
 
-    A layer's inputs are permuted as the layer before it was matched; then its neurons, rows of
+    A layer's inputs are permuted like the neurons of the layer before. Then its neurons, rows of
     incoming weights and bias, are matched by :func:`match_rows`.
 
     Args:
         states: A state of each of the J networks.
         chain: Their layers.
         options: Options of the matching.
-        random: Generator for the order in which networks are matched again.
+        random: Generator for the order of repeated matchings.
 
     Returns:
         The places of each network: for each layer but the last, the global neurons.
@@ -154,7 +153,7 @@ def match_rows(
 ) -> list[Tensor]:
     """Match the rows of J matrices by BBP-MAP.
 
-    The matrices are matched one after the other, from the widest to the narrowest. After that each
+    The matrices are matched one after the other, from the widest to the narrowest. Then each matrix
     is taken out and matched again, ``passes`` times in random order. Each time its rows take the
     places with the greatest sum of :func:`matching_scores`; new neurons keep their order.
 
@@ -276,7 +275,7 @@ def _move_inputs(weight: Tensor, place: Tensor, width: int) -> Tensor:
 
 
 def align(state: State, center: State, chain: Chain) -> dict[str, Tensor]:
-    """Return a copy of a state with its neurons permuted to be nearest to those of another state.
+    """Return a copy of a state with its neurons permuted to be nearest to another state's.
 
     In each layer, the sum of squared distances between rows is minimal.
     """

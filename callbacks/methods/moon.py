@@ -1,4 +1,4 @@
-"""MOON: FedAvg with clients that hold their features to the server's, away from their old ones."""
+"""MOON: FedAvg, with features pulled to the server's and away from the client's old ones."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ _SMALLEST = 1e-8  # product of norms
 
 @checked
 class Contrastive(ClientMethod):
-    r"""Contrasts a client's features with those of two frozen models.
+    r"""Contrasts a client's features with the features of two frozen models.
 
     Beside its own loss, a client minimises the mean over the batch of
 
     .. math:: \mu \log\!\left(1 + e^{(\cos(z, z_p) - \cos(z, z_g)) / \tau}\right)
         = -\mu \log \frac{e^{\cos(z, z_g)/\tau}}{e^{\cos(z, z_g)/\tau} + e^{\cos(z, z_p)/\tau}}
 
-    (MOON, Li et al. 2021, eq. 3 and 4), where :math:`z` are the features of its model,
-    :math:`z_g` those of the model that it was sent, and :math:`z_p` those of its own model after
-    its last participation, both in evaluation mode and without gradients. In a first participation
-    :math:`z_p = z_g`, and the term has no gradient. Fine-tuning is plain. The model after training,
-    buffers included, is kept and never travels.
+    (MOON, Li et al. 2021, eq. 3 and 4). :math:`z` are the features of its model, :math:`z_g` of the
+    received model, and :math:`z_p` of its own model after its last participation. The latter two
+    are in evaluation mode and without gradients. In a first participation :math:`z_p = z_g`, and
+    the term has no gradient. Fine-tuning is plain. The client keeps its trained model with buffers.
 
     Args:
         mu: Weight of the contrast; 0 gives plain training.
@@ -61,7 +60,7 @@ class Contrastive(ClientMethod):
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Return the cosine similarity ``[n]`` of rows, 0 without a gradient if one of them is 0."""
+    """Return the cosine similarity ``[n]`` of rows. Zero rows give 0 without a gradient."""
     norms = torch.linalg.vector_norm(one, dim=1) * torch.linalg.vector_norm(other, dim=1)
     cosines = (one * other).sum(1) / norms.clamp(min=_SMALLEST)
     return torch.where(norms > 0, cosines, 0)
@@ -71,12 +70,12 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
 class MOON(FedAvg):
     r"""Model-contrastive federated learning (Li et al. 2021, algorithm 1).
 
-    The server is FedAvg's. A client's features are held to those of the server's model, and away
-    from those of its own model of before, as :class:`Contrastive` says. Clients are judged by the
-    server's model.
+    The server is FedAvg's. As in :class:`Contrastive`, a client's features are pulled to the
+    features of the server's model, and away from the features of its own previous model. Clients
+    are judged by the server's model.
 
     Args:
-        mu: Weight of the contrast; with 0 this is FedAvg. By default 1, or that of the client
+        mu: Weight of the contrast; with 0 this is FedAvg. By default 1, or the value of the client
             module's own client method.
         tau: Temperature of the contrast, by default 0.5.
         weighting: As in :class:`FedAvg`.

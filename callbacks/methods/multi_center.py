@@ -29,9 +29,9 @@ class MultiCenter(ServerCallback):
 
     The server has a model for each cluster, its center. A subclass assigns clients in
     :meth:`receive`, with :meth:`assign`. A round then sets each center to the mean of the clients
-    that were assigned to its cluster in this round; a center without any stays as it is. A client
-    that has no cluster yet is sent the mean of the centers, weighted by the samples of their
-    members, unless a subclass overrides :meth:`centers_of`.
+    assigned to its cluster in this round. A center without such clients stays unchanged. A client
+    without a cluster is sent the mean of the centers, weighted by the samples of their members,
+    unless a subclass overrides :meth:`centers_of`.
 
     Args:
         num_clusters: K; 0 if a subclass calls :meth:`add_centers` before the first round.
@@ -109,7 +109,7 @@ class MultiCenter(ServerCallback):
         self.weights = torch.zeros(count, dtype=torch.double)
 
     def resize(self, count: int) -> None:
-        """Have ``count`` models, at least one; further ones are copies of the first."""
+        """Set the number of models, at least one. Further models are copies of the first."""
         server = self.server
         del server[max(count, 1) :]
         server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
@@ -120,7 +120,7 @@ class MultiCenter(ServerCallback):
         self.log_sizes()
 
     def log_sizes(self) -> None:
-        """Log how many clients each cluster has, the assignments, and how true they are."""
+        """Log the clusters' sizes, the assignments, and their agreement with known clusters."""
         known = self.assignments >= 0
         found = self.assignments[known]
         sizes = found.bincount(minlength=self.num_clusters).tolist()
@@ -145,7 +145,7 @@ class MultiCenter(ServerCallback):
         self._assigned = torch.full_like(self.assignments, -1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return whose center each of the clients ``[C]`` is sent, -1 for the mean of all."""
+        """Return the cluster of the center to send to each client ``[C]``; -1 for the mean."""
         return self.assignments[clients.cpu()]
 
     def broadcast(self, clients: Tensor) -> TensorDict:
@@ -157,7 +157,7 @@ class MultiCenter(ServerCallback):
         return stack_states(models[k] for k in index)
 
     def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
-        """Split the clients ``[C]`` by the centers that they are sent."""
+        """Split the clients ``[C]`` by their sent centers."""
         index = self.centers_of(clients).to(clients.device)
         for k in index.unique().tolist():
             group = clients[index == k]
@@ -204,7 +204,7 @@ class MultiCenter(ServerCallback):
             self.server.set_pseudo_gradient(k, mean)
 
     def means(self) -> dict[int, TensorDict]:
-        """Combine all ranks; return the mean of each cluster with members in this round."""
+        """Combine all ranks, and return the mean of each cluster with members in this round."""
         self.mean.all_reduce()
         self.update_assignments(self._assigned)
         means = self.mean.compute()
@@ -212,7 +212,7 @@ class MultiCenter(ServerCallback):
         return {k: means[k].to(self.clients.device) for k in filled}
 
     def update_assignments(self, assigned: Tensor) -> None:
-        """Take over the clusters that all ranks assigned ``[num_clients]``, -1 for no change."""
+        """Store the clusters assigned by all ranks ``[num_clients]``; -1 for no change."""
         assigned = all_max(assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
         known = self.assignments >= 0

@@ -1,4 +1,4 @@
-"""The choice of the number of clusters, by short runs on a sample of the clients."""
+"""Choose the number of clusters by short runs on a sample of the clients."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ClusterSelection:
     """The results of trial runs with several numbers of clusters, and the best number.
 
     Attributes:
-        criterion: ``"accuracy"`` takes the number with the highest accuracy; ``"distance"`` the one
-            at which the distance falls most, relative to that of the next smaller number. The
-            smaller number wins a tie.
+        criterion: ``"accuracy"`` takes the number with the highest accuracy. ``"distance"`` takes
+            the number with the largest relative fall of the distance from the next smaller number.
+            The smaller number wins a tie.
         accuracy: Macro accuracy on validation samples, by number of clusters.
         distance: Mean distance of a client's trained model to its center, by number of clusters.
 
@@ -84,12 +84,12 @@ class ClusterSelection:
 
 
 class ClusteredMethod(MultiCenter):
-    """A clustered method whose number of clusters can be chosen by trial runs.
+    """A clustered method that can choose its number of clusters by trial runs.
 
     Attributes:
         init_clients: Maximum number of clients in a trial run.
         centers: K states to start from, or ``None``.
-        automatic: Whether the number of clusters is to be chosen.
+        automatic: Whether to choose the number of clusters.
         candidates: Numbers of clusters to choose from.
         criterion: How to choose, as in :class:`ClusterSelection`.
     """
@@ -152,7 +152,7 @@ def select_by_trials(
 
 
 def choose_for(trainer: L.Trainer, callback: ClusteredMethod) -> ClusterSelection:
-    """Choose the number of clusters of the federation that a Trainer is about to train."""
+    """Choose the number of clusters for the federation of a Trainer."""
     federation = trainer.lightning_module
     assert isinstance(federation, Federation)
     device = trainer.strategy.root_device
@@ -185,7 +185,7 @@ def check_candidates(candidates: Sequence[int], criterion: str) -> None:
 
 
 class SampledClients(WrappedData):
-    """Some of the clients of other data, renumbered, all of which take part in every round.
+    """Some of the clients of other data, renumbered. All take part in every round.
 
     If none of them has validation samples, each holds out a random fifth of its training samples.
 
@@ -207,7 +207,7 @@ class SampledClients(WrappedData):
         return int(self.clients[client])
 
     def taken(self, values: Tensor) -> Tensor:
-        """Return the sampled clients' values ``[M, ...]`` of those of all clients."""
+        """Return the sampled clients' values ``[M, ...]``, from the values of all clients."""
         return values[self.clients]
 
     def num_samples(self, split: Split = "train") -> Tensor:
@@ -235,7 +235,7 @@ def _trial(
     rounds: int,
     options: dict[str, Any],
 ) -> tuple[float, float]:
-    """Train a new federation; return accuracy and the clients' mean distance to their center."""
+    """Train a new federation; return its accuracy and clients' mean distance to their center."""
     trial = type(federation)(
         client,
         local_epochs=federation.clients.training.epochs,

@@ -1,4 +1,4 @@
-"""Per-FedAvg: FedAvg of models that are a step of adaptation away from good ones."""
+"""Per-FedAvg: FedAvg of models that are good after one step of adaptation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .registry import Method
 class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
-    The server is FedAvg; what clients train for, and by what they are judged, is
-    :class:`~pflight.models.client_methods.Adapted`'s.
+    The server is FedAvg's. Clients train and are judged as in
+    :class:`~pflight.models.client_methods.Adapted`.
 
     Args:
         alpha: Step :math:`\alpha`, as in :class:`~pflight.models.client_methods.Adapted`; by
-            default 0.01, or what the client's own client method says.
+            default 0.01, or the value of the client's own client method.
         hessian: Whether to differentiate through the adaptation; by default not.
-        steps: Steps of adaptation before a client is judged; by default 1, or what the client's own
-            client method says.
+        steps: Steps of adaptation before a client is judged; by default 1, or the value of the
+            client's own client method.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -49,7 +49,7 @@ class PerFedAvg(FedAvg):
 
     @property
     def algorithm_name(self) -> str:
-        """Per-FedAvg, and how it takes its second derivatives."""
+        """Per-FedAvg, with its treatment of second derivatives."""
         client_method: Any = self.clients.client_method
         return f"Per-FedAvg ({'HF' if client_method.hessian else 'FO'})"
 

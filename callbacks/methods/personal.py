@@ -1,4 +1,4 @@
-"""The server callback of methods whose clients keep what is added to the shared model."""
+"""FedAvg for client methods that add private entries to the shared model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pflight.states.state import StateLayout
 
 
 class PersonalFedAvg(FedAvg):
-    """FedAvg of the clients' shared models; what their method adds to these stays with them.
+    """FedAvg of the clients' shared models. Entries added by the client method stay private.
 
-    These may be a personal model, as of :class:`~pflight.models.client_methods.Personal`, which
-    also says what a client does with it and which model it is judged by.
+    For example, :class:`~pflight.models.client_methods.Personal` adds a personal model. The client
+    method defines its training and the judged model.
 
     Args:
         weighting: As in :class:`FedAvg`.
@@ -21,5 +21,5 @@ class PersonalFedAvg(FedAvg):
     """
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of all that the client method adds."""
+        """Return the names of all entries added by the client method."""
         return super().private_names(module, layout) | {*layout.own}

@@ -29,7 +29,7 @@ _STARTS = np.linspace(0, 1, 11)
 
 
 class Discriminant(nn.Module):
-    """Means and covariance of features, and the linear discriminant that predicts.
+    """Means and covariance of features, and their linear discriminant, which predicts.
 
     Args:
         classes: Number of classes.
@@ -47,29 +47,29 @@ class Discriminant(nn.Module):
         self.register_buffer("bias", torch.zeros(classes))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the discriminant gives, in place of the head."""
+        """Return the discriminant's output in place of the head's."""
         return nn.functional.linear(z, self.weight, self.bias)
 
 
 @checked
 class Discriminating(ClientMethod):
-    r"""Trains a body under the linear discriminant of Gaussian features, at rest.
+    r"""Trains a body under the fixed linear discriminant of Gaussian features.
 
-    Features of class :math:`c` are taken for :math:`\mathcal N(\mu_c, \Sigma)`, so that
+    Features of class :math:`c` are modelled as :math:`\mathcal N(\mu_c, \Sigma)`. This gives
     (pFedFDA, Mclaughlin and Su 2024, eq. 3 to 8)
 
     .. math:: w_c = S^{-1} \mu_c, \qquad b_c = \ln \pi_{ic} - \tfrac12 \mu_c^\top w_c, \qquad
         S = (1 - \epsilon) \Sigma + \epsilon \tfrac{\mathrm{tr} \Sigma}{d} I, \qquad
         \pi_{ic} \propto p_{ic} + \epsilon
 
-    with class shares :math:`p_{ic}`. A client trains by those that it receives. Then it takes its
-    own means, those received for classes that it does not have, and the covariance
-    :math:`\Sigma_i = \frac{1}{\max(n_i - 1, 1)} \sum_b (z_b - \mu_{i y_b})(z_b - \mu_{i
-    y_b})^\top + r I`, and sends :math:`\beta` of these with :math:`1 - \beta` of the received
-    ones. :math:`\beta` in [0, 1] minimises the cross-entropy over two stratified halves of its
-    samples, each judged by the statistics of the other, without classes of a single sample; it is
-    searched from places on a grid, and 0 if there is no other class. A client is judged by the body
-    that it is sent, and statistics that it takes in this way.
+    with class shares :math:`p_{ic}`. A client trains with the received statistics. Then it computes
+    its own means, with the received ones for missing classes, and the covariance :math:`\Sigma_i =
+    \frac{1}{\max(n_i - 1, 1)} \sum_b (z_b - \mu_{i y_b})(z_b - \mu_{i y_b})^\top + r
+    I`. It sends :math:`\beta` of these plus :math:`1 - \beta` of the received ones. :math:`\beta`
+    in [0, 1] minimises the cross-entropy over two stratified halves of its samples. Each half is
+    judged by the statistics of the other. Classes of a single sample are left out. If no class is
+    left, :math:`\beta` is 0. The search starts from points on a grid. A client is judged by the
+    received body, with statistics computed in this way.
 
     Args:
         ridge: :math:`r`.
@@ -98,30 +98,30 @@ class Discriminating(ClientMethod):
         return Discriminant(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
-        """Have the body train alone."""
+        """Train only the body."""
         return [Phase(0, epochs, body_names(module))]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the discriminants of what is sent into the states."""
+        """Write the discriminants of the received statistics into the states."""
         return self._discriminating(work, clients, super().before_training(work, clients, sent))
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put the clients' shares of their own statistics."""
+        """Store the mixtures of the clients' own and the received statistics."""
         return self._adapted(work, clients, trained)
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the discriminants of the clients' own statistics into the states."""
+        """Write the discriminants of the clients' own statistics into the states."""
         lay = self.after_finetuning if work.has_samples else self._discriminating
         return lay(work, clients, super().judged(work, clients, sent))
 
     def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Lay the discriminants of what is sent into the states."""
+        """Write the discriminants of the received statistics into the states."""
         return self._discriminating(work, clients, states.copy())
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Take the statistics anew."""
+        """Compute the statistics again."""
         return self._discriminating(work, clients, self._adapted(work, clients, states))
 
     def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -153,14 +153,14 @@ class Discriminating(ClientMethod):
         return states.update({_MEANS: means, _COVARIANCE: covariances})
 
     def share(self, z: Tensor, y: Tensor, folds: Tensor, sent: Gaussians, prior: Tensor) -> Tensor:
-        r"""Return :math:`\beta` of a client: of means and covariance, or of both.
+        r"""Return :math:`\beta` of a client: one for means and covariance each, or one for both.
 
         Args:
-            z: Features of its samples ``[n, d]``.
+            z: Features of the client's samples ``[n, d]``.
             y: Their classes ``[n]``.
-            folds: In which half they are ``[n]``; those that are negative are left out.
-            sent: The statistics that it received.
-            prior: Of the classes ``[K]``.
+            folds: The half of each sample ``[n]``; negative ones are left out.
+            sent: The received statistics.
+            prior: Prior of the classes ``[K]``.
         """
         if not (folds >= 0).any():
             return torch.zeros(self.betas).to(z)
@@ -174,7 +174,7 @@ class Discriminating(ClientMethod):
             values, slopes = zip(*(half.loss(at[0], at[-1]) for half in judged), strict=True)
             return sum(values), np.sum(slopes, axis=(0,) if len(at) == 2 else None)
 
-        # There may be several minima: on each edge of the covariance's share, from the best place.
+        # There may be several minima: search on each edge of the covariance's share, from its best.
         edges = [()] if self.betas == 1 else [(0.0,), (1.0,)]
         how = {"jac": True, "bounds": [(0.0, 1.0)] * self.betas, "method": "L-BFGS-B", "tol": 1e-12}
         found = []
@@ -185,14 +185,14 @@ class Discriminating(ClientMethod):
 
 
 def halves(y: Tensor, random: torch.Generator) -> Tensor:
-    """Divide samples of classes ``[n]`` into two halves, with about as many of each class in both.
+    """Divide samples of classes ``[n]`` into two halves with about equal numbers of each class.
 
     Args:
         y: The classes.
         random: Draws the halves.
 
     Returns:
-        0 or 1 for each sample, and -1 for one that is the only one of its class ``[n]``.
+        0 or 1 for each sample, -1 for the only sample of a class ``[n]``.
     """
     folds = torch.full_like(y, -1)
     order = torch.randperm(len(y), generator=random).to(y.device)
@@ -210,13 +210,13 @@ def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class PFedFDA(FedAvg):
     r"""Personalisation by feature distribution adaptation (Mclaughlin and Su 2024, algorithm 1).
 
-    The server takes the means of bodies and of the statistics of features, as FedAvg does; the head
-    of the network is not used and does not travel. What clients do is in :class:`Discriminating`;
-    a client is judged by the server's body under the discriminant of statistics that it adapts to
-    its samples, and newcomers as well. Without data there are only the server's statistics.
+    The server takes the means of bodies and of the statistics of features, as FedAvg does. The head
+    of the network is not used and does not travel. Clients train as in :class:`Discriminating`.
+    Clients, newcomers included, are judged by the server's body, with a discriminant adapted to
+    their samples. A client without data uses the server's statistics.
 
     Args:
-        ridge: Multiple of the identity in a client's covariance, by default 1; or that of the
+        ridge: Multiple of the identity in a client's covariance; by default 1, or the value of the
             client module's own client method.
         eps: Regularisation of covariance and class shares, by default 1e-4.
         betas: 2, the default, or 1.
@@ -261,7 +261,7 @@ class PFedFDA(FedAvg):
         return tuple(name for name in super().sent_names if not name.startswith(head))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of bodies and statistics; a covariance is symmetric."""
+        """Return the bytes of bodies and statistics, of a symmetric covariance only half."""
         return super().bytes_down(clients, sent) - len(clients) * self._spared
 
     def bytes_up(self, updates: ClientUpdates) -> int:

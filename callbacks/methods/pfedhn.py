@@ -36,24 +36,23 @@ class PFedHN(ServerCallback):
 
     The server has an embedding :math:`v_i` of each client, and a network :math:`h` with parameters
     :math:`\varphi` that generates the client's model from it, :math:`\theta_i = h(v_i; \varphi)`.
-    Client i trains from :math:`\theta_i` and returns its change :math:`\Delta\theta_i`, which
-    takes the place of the negative gradient of its loss: the server moves both along it,
+    Client i trains from :math:`\theta_i` and returns its change :math:`\Delta\theta_i`. The change
+    replaces the negative gradient of its loss, and the server moves both along it,
 
     .. math:: \varphi \leftarrow \varphi + \kappa \, (\nabla_\varphi \theta_i)^T \Delta\theta_i,
         \qquad v_i \leftarrow v_i + \kappa_v \, (\nabla_{v_i} \theta_i)^T \Delta\theta_i,
 
     by a step of the server optimizer before the next client is sent its model. So the clients of a
-    round train one after the other, in the order of their ids, and a round of S clients is S rounds
-    of the paper. Other clients' embeddings don't change, whatever the optimizer. A client is judged
-    by :math:`h(v_i; \varphi)` without further training.
+    round train one after the other, in the order of their ids. A round of S clients equals S rounds
+    of the paper. Other clients' embeddings don't change with any optimizer. A client is judged by
+    :math:`h(v_i; \varphi)` without further training.
 
     The hypernetwork generates parameters; buffers stay with the clients. It never travels, and the
     server stores no client's model. With ``private_layers=1`` this is pFedHN-PC: the last layer,
     the classifier, is each client's own.
 
-    A client that was held out finds its embedding when it is tested, with :math:`\varphi` fixed: it
-    trains and its embedding takes a step, ``newcomer_steps`` times. The embedding found is not
-    kept.
+    A held-out client finds its embedding when it is tested, with a fixed :math:`\varphi`.
+    ``newcomer_steps`` times, it trains and its embedding takes a step. This embedding is not kept.
 
     Args:
         private_layers: The number of last layers with parameters that stay with the clients.
@@ -65,8 +64,8 @@ class PFedHN(ServerCallback):
         embedding_lr: :math:`\kappa_v`; by default :math:`\kappa`.
         clip: The largest norm of the gradient of :math:`\varphi` and :math:`v_i` together, or
             ``None``.
-        newcomer_steps: How often a held-out client trains to find its embedding, by SGD with step
-            size :math:`\kappa_v`; 0 leaves the embedding at its random initial value.
+        newcomer_steps: Number of trainings of a held-out client to find its embedding, by SGD with
+            step size :math:`\kappa_v`; 0 keeps the random initial embedding.
 
     Attributes:
         hypernetwork: Builds :math:`h`, a module that maps ``[embedding_dim]`` to ``[size]``, from
@@ -115,7 +114,7 @@ class PFedHN(ServerCallback):
 
     @property
     def algorithm_name(self) -> str:
-        """pFedHN, or pFedHN-PC where the clients keep a classifier of their own."""
+        """pFedHN, or pFedHN-PC if clients keep their own classifiers."""
         return "pFedHN" + "-PC" * (self.private_layers > 0)
 
     def setup_server(self) -> None:
@@ -191,7 +190,7 @@ class PFedHN(ServerCallback):
         return [{**initial, **self.generate(embedding)} for embedding in self.embeddings]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, client by client: the optimizer steps after each of them."""
+        """Run one round, client by client, with a step of the optimizer after each."""
         self._found = {}
         answers, mine = self.clients.train(cohort, self.send, max_chunk=1), owned(cohort)
         for client in cohort.split(1):
@@ -210,7 +209,7 @@ class PFedHN(ServerCallback):
         return self._sent
 
     def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
-        """Return the change of a single client by name, nothing if it did not answer."""
+        """Return the change of a single client by name, empty if it did not answer."""
         if not len(updates.clients):
             return {}
         states, sent = updates.states, self._sent
@@ -231,7 +230,7 @@ class PFedHN(ServerCallback):
         optimizer.zero_grad()
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the generated models of the clients; newcomers find their embedding first."""
+        """Return the clients' generated models. Newcomers find their embedding first."""
         states = super().personalize(clients)
         known = self.clients.trainable.to(clients.device)
         new = (~torch.isin(clients, known)).nonzero().flatten().tolist()

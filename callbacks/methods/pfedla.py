@@ -34,36 +34,35 @@ class PFedLA(StoredModels):
     .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
         \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
 
-    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. The mixtures of a round are all
-    formed from the same stored models; then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`.
-    The change takes the place of the negative gradient of the client's loss; the hypernetwork moves
-    along
+    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. All mixtures of a round use the
+    same stored models. Then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`. The change replaces
+    the negative gradient of the client's loss. The hypernetwork moves along
 
     .. math:: \nabla_{v_i, \psi_i} \sum_l \langle \bar\theta_i^l, \Delta\theta_i^l \rangle
         = \sum_{l, j} \langle \theta_j^l, \Delta\theta_i^l \rangle \nabla \alpha_i^{l,j}
 
-    (eq. 10 and 11), for which inner products of models are enough. Only the models and
-    hypernetworks of clients that answered are updated, whatever the server optimizer; the others'
-    models stay in the mixtures.
+    (eq. 10 and 11). This needs only inner products of models. Only the models and hypernetworks of
+    clients that answered are updated, with any server optimizer. The others' models stay in the
+    mixtures.
 
-    A newcomer, or a client without training samples, gets the mean of the N models, to which its
-    own does not belong. A layer is a module with parameters of its own. Buffers stay with the
-    clients, start as in the client module, and never travel. The server's memory grows linearly
-    with N for the models, and with the square of N for the hypernetworks.
+    A newcomer, or a client without training samples, gets the mean of the N models. Its own is not
+    among them. A layer is a module with its own parameters. Buffers stay with the clients, start as
+    in the client module, and never travel. The server's memory grows linearly with N for the
+    models, and with the square of N for the hypernetworks.
 
-    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model has
-    the largest weight. It starts these from its own last values, which are sent only at its first
-    participation, and they don't train its hypernetwork. Clients always return all layers.
+    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers with the largest weights of
+    its own model. It starts them from its own last values. They are sent only at its first
+    participation, and don't train its hypernetwork. Clients always return all layers.
 
-    The products grow with the square of the change, so that the right step size depends on the
-    data. With ``scale_free``, which is not in the paper, they are those of each layer divided by
-    :math:`\|\Delta\theta_i^l\|^2`: the difference between two models then counts in units of the
+    The products grow with the square of the change, so the right step size depends on the data.
+    ``scale_free``, which is not in the paper, divides each layer's products by
+    :math:`\|\Delta\theta_i^l\|^2`. Then the difference between two models counts in units of the
     client's change.
 
     Args:
         retain: k, the number of layers that a client keeps.
-        weights: How logits become weights: ``"softmax"``, starting from the uniform mean, or
-            ``"relu_norm"``, positive parts divided by their sum, starting from random weights; a
+        weights: How logits become weights. ``"softmax"`` starts from the uniform mean.
+            ``"relu_norm"`` divides positive parts by their sum, and starts from random weights. A
             client without positive logits keeps the layer.
         embedding_dim: Size of a client's embedding :math:`v_i`.
         hidden_dim: Width of the hypernetworks' hidden layers.
@@ -169,14 +168,14 @@ class PFedLA(StoredModels):
         return dict(zip(self.layers, weights.unbind(dim=1), strict=True))
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; no stored model changes before all clients have trained."""
+        """Run one round. No stored model changes before all clients have trained."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send, multiple_of=BLOCK):
             self.receive(updates)
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return what each of the clients ``[C]`` is sent, and keep it for the update."""
+        """Return the models to send to the clients ``[C]``, and keep them for the update."""
         self._sent = clients, self.broadcast(clients)
         return self._sent[1]
 
@@ -188,7 +187,7 @@ class PFedLA(StoredModels):
         self._squares = self._products.new_zeros(self._products.shape[:2])
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return each client's mixture, with its own last values in the layers that it retains."""
+        """Return each client's mixture, with its own last values in its retained layers."""
         weights = self.hypernetworks(clients)
         own = F.one_hot(clients, weights.shape[2]).unsqueeze(1).to(weights)
         retained = self._retained(clients, weights).unsqueeze(2)
@@ -213,7 +212,7 @@ class PFedLA(StoredModels):
         super().receive(updates)
 
     def set_pseudo_gradients(self) -> None:
-        """Set the hypernetworks' gradients and store the models, of the clients that answered."""
+        """Set the hypernetworks' gradients and store the models of clients that answered."""
         clients = self.store_models().to(self._products.device)
         if not len(clients):
             return
@@ -229,7 +228,7 @@ class PFedLA(StoredModels):
             self.hypernetworks.set_gradients(part, weights, gradients)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the layers that are sent; retained ones are sent only once."""
+        """Return the bytes of the sent layers. Retained layers are sent only once."""
         if not self.retain:
             return super().bytes_down(clients, sent)
         sizes = torch.zeros(len(self.layers), dtype=torch.long)
@@ -240,7 +239,7 @@ class PFedLA(StoredModels):
         return int((travels * sizes).sum())
 
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
-        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index.
+        """Return a mask of the layers that clients keep ``[C, layers]``; ties go to lower indices.
 
         Clients that never train keep none.
         """

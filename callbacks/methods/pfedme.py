@@ -1,4 +1,4 @@
-"""pFedMe: the server averages models that clients hold their personal ones to."""
+"""pFedMe: personal models stay near local models, and the server averages the local models."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class PFedMe(FedAvg):
 
     .. math:: w \leftarrow (1 - \beta)\,w + \beta \sum_{i \in S} p_i w_i
 
-    over the clients that answered; buffers are averaged. What a client does, and by what it is
-    judged, is :class:`~pflight.models.client_methods.MoreauEnvelope`'s. With ``finetune_epochs`` it
-    is these models that are tuned.
+    over the clients that answered. Buffers are averaged. Clients train and are judged as in
+    :class:`~pflight.models.client_methods.MoreauEnvelope`. ``finetune_epochs`` tune the judged
+    models.
 
     Args:
         beta: Step :math:`\beta` of the default server optimizer, SGD.
         weighting: As in :class:`FedAvg`; the paper has ``"uniform"``, its code ``"samples"``.
-        train_newcomers: Whether clients that have never taken part train before they are judged,
-            as in :class:`~pflight.models.client_methods.MoreauEnvelope`; by default they do, or
-            what the client's own client method says.
-        train_all: Whether the clients outside the cohort train as well, as the paper has it: they
-            are sent the server's model and keep their personal one, but send nothing back.
+        train_newcomers: Whether newcomers train before they are judged, as in
+            :class:`~pflight.models.client_methods.MoreauEnvelope`; by default true, or the value of
+            the client's own client method.
+        train_all: Whether clients outside the cohort train as well, as in the paper. They are sent
+            the server's model and keep their personal one, but send nothing back.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
-        lam: As in :class:`~pflight.models.client_methods.MoreauEnvelope`, like all that follow; by
-            default what it has, or what the client's own client method says.
+        lam: As in :class:`~pflight.models.client_methods.MoreauEnvelope`, with the same default, or
+            the value of the client's own client method. The same holds for the following options.
         personal_lr: Inner step.
         personal_steps: Inner steps on a batch.
         mu: Weight decay of the inner steps.
@@ -83,7 +83,7 @@ class PFedMe(FedAvg):
         return torch.optim.SGD(parameters, lr=self.beta)
 
     def round(self, cohort: Tensor) -> None:
-        """Run a round, in which all others may train for themselves."""
+        """Run a round. All other clients may train for themselves."""
         if self.train_all:
             everybody = self.clients.trainable.to(cohort.device)
             others = everybody[~torch.isin(everybody, cohort)]

@@ -36,7 +36,7 @@ class Prototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(classes))  # 0 where there is no prototype
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives."""
+        """Return the head's output."""
         return head(z)
 
 
@@ -44,15 +44,15 @@ class Prototypes(nn.Module):
 class Prototypical(ClientMethod):
     r"""Pulls a client's features towards the global prototypes of their classes.
 
-    To the loss is added, over a batch of B samples with features :math:`z` of dimension d,
+    For a batch of B samples with features :math:`z` of dimension d, the loss gets the term
 
     .. math:: \frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2
 
     where samples of a class without prototype :math:`\bar c` add nothing (FedProto, Tan et al.
-    2022, eq. 7, as in its authors' code). With ``align="class"`` it is
-    :math:`\frac{\lambda}{d} \sum_k \|\hat z_k - \bar c_k\|^2`, where :math:`\hat z_k` are the
-    means of the batch's classes. After training, the client's prototypes are its classes' mean
-    features over all its training samples, in evaluation mode (eq. 3).
+    2022, eq. 7, as in its authors' code). With ``align="class"`` the term is
+    :math:`\frac{\lambda}{d} \sum_k \|\hat z_k - \bar c_k\|^2`, with the means :math:`\hat z_k` of
+    the batch's classes. After training, the client's prototypes are its classes' mean features over
+    all its training samples, in evaluation mode (eq. 3).
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
@@ -89,7 +89,7 @@ class Prototypical(ClientMethod):
         return loss + self.lam * (squares * (known & (sizes > 0))).sum()
 
     def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
-        """Refuse counts that are no whole numbers, or not those of all samples."""
+        """Refuse counts that are not whole numbers, or don't add up to all samples."""
         counts = sent.get(COUNTS)
         if counts is None or _may_count(counts, num_samples):
             return ""
@@ -98,13 +98,13 @@ class Prototypical(ClientMethod):
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put the clients' own prototypes, and how many samples they are made of."""
+        """Store the clients' own prototypes and their numbers of samples."""
         means, counts = own_prototypes(work, clients, trained, trained[MEANS][0])
         return trained.update({MEANS: means, COUNTS: counts})
 
 
 def _may_count(counts: Tensor, num_samples: int) -> bool:
-    """Return whether numbers of samples by class ``[K]`` can be those of a client."""
+    """Return whether numbers of samples by class ``[K]`` are possible for a client."""
     exact = torch.finfo(counts.dtype).eps * num_samples  # half precision has few whole numbers
     whole = exact >= 0.5 or bool((counts == counts.round()).all())
     total = abs(float(counts.double().sum()) - num_samples)
@@ -112,11 +112,11 @@ def _may_count(counts: Tensor, num_samples: int) -> bool:
 
 
 class ClassMeans:
-    """Means over clients of vectors by class, which replace those of before.
+    """Means over clients of vectors by class. They replace the previous means.
 
     Args:
-        means: Those of before ``[K, d]``; a class that nobody sends keeps its own.
-        weights: Their weights ``[K]``, 0 where there is none.
+        means: The previous means ``[K, d]``. A class without new vectors keeps its mean.
+        weights: The weights of the previous means ``[K]``, 0 for a class without a mean.
     """
 
     def __init__(self, means: Tensor, weights: Tensor) -> None:
@@ -131,7 +131,7 @@ class ClassMeans:
         self._totals += weights.double().sum(0)
 
     def update(self) -> None:
-        """Put the means in place of those of before; every rank has to call it."""
+        """Replace the previous means. Every rank has to call it."""
         sums, totals = all_sum(self._sums), all_sum(self._totals).unsqueeze(1)
         self._means.copy_(torch.where(totals > 0, sums / totals, self._means))
         self._weights.copy_(torch.where(totals[:, 0] > 0, totals[:, 0], self._weights))
@@ -149,17 +149,17 @@ def own_prototypes(
     """Return clients' mean features by class ``[C, K, d]``, or 0, and counts ``[C, K]``.
 
     Args:
-        work: What the clients can do.
+        work: The clients' possible work.
         clients: Ids ``[C]``.
-        states: Their models ``[C]``.
-        like: A tensor ``[K, d]`` of their type.
+        states: The clients' models ``[C]``.
+        like: A tensor ``[K, d]`` of the prototypes' type.
     """
     sums = work.sums(clients, states, class_sums, {"z": like, "n": like[:, 0]})
     return sums["z"] / sums["n"].clamp(min=1).unsqueeze(2), sums["n"]
 
 
 def class_sums(c: LocalClient, batch: Any) -> dict[str, Tensor]:
-    """Return the sums of a batch's features by class ``[K, d]``, and numbers of samples ``[K]``."""
+    """Return sums of a batch's features ``[K, d]`` and numbers of samples ``[K]`` by class."""
     _, z, _ = c.task_loss_and_features(batch)
     rows = c.classes(batch)
     return {"z": rows.T @ z, "n": rows.sum(0)}

@@ -1,4 +1,4 @@
-"""What is said of each shipped method, apart from its class.
+"""The entry of each shipped method, in addition to its class.
 
 The module of a method ends with its entries, ``METHODS``. ``python benchmarks/ship.py`` writes
 lists and tables from them without an import, so all values but ``tested`` are literals.
@@ -24,9 +24,9 @@ class Method(NamedTuple):
         gives: The model that a client ends with.
         needs: What the client module must have.
         manual: Whether the client module may optimize manually.
-        tested: Options with which ``tests/algorithm_tester.py`` runs it. A test's name is the
-            method's name, a hyphen and the key, or the method's name alone where the key is empty.
-        tolerance: How far both engines may differ in these tests.
+        tested: Options for its runs in ``tests/algorithm_tester.py``. A test's name is the method's
+            name, a hyphen and the key, or only the method's name if the key is empty.
+        tolerance: Largest difference between both engines in these tests.
     """
 
     name: str

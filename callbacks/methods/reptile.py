@@ -30,8 +30,8 @@ class Reptile(FedAvg):
 
     .. math:: \phi \leftarrow \phi + \varepsilon \sum_{i \in S} w_i (\theta_i - \phi)
 
-    (Nichol et al. 2018, algorithm 2; FedEC, Lan et al. 2023, eq. 8). The pseudo-gradient is that of
-    FedAvg, and :math:`\varepsilon` is the step size of the server optimizer, so that ``lr=1`` is
+    (Nichol et al. 2018, algorithm 2; FedEC, Lan et al. 2023, eq. 8). The pseudo-gradient is
+    FedAvg's, and :math:`\varepsilon` is the step size of the server optimizer. So ``lr=1`` is
     FedAvg with the same weights. Floating-point buffers move by the same step. FedDist is
     ``Reptile(lr=0.6)``, FedDWS is ``Reptile("samples", lr=0.6)``.
 

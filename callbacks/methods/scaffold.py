@@ -29,13 +29,14 @@ class SCAFFOLD(FedAvg):
     .. math:: x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x), \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    over the clients of the round that answered, :math:`N` being all clients that may take part, so
-    that :math:`c` stays the mean of all :math:`c_i`. What a client does, and options I and II, are
-    :class:`~pflight.models.client_methods.Controlled`'s. Twice the model travels each way.
+    over the clients of the round that answered. :math:`N` is the number of all clients that may
+    take part, so :math:`c` stays the mean of all :math:`c_i`. Clients train, with options I and II,
+    as in :class:`~pflight.models.client_methods.Controlled`. Each way carries twice the model's
+    size.
 
     Args:
         option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.client_methods.Controlled`; by
-            default ``"II"``, or what the client's own client method says.
+            default ``"II"``, or the value of the client's own client method.
         lr: Step :math:`\eta_g` of the default server optimizer, SGD.
 
     Raises:
@@ -63,7 +64,7 @@ class SCAFFOLD(FedAvg):
         return torch.optim.SGD(parameters, lr=self.lr)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the control variate as it has moved."""
+        """Return the mean, with the moved control variate."""
         share = self.mean.weights[0] / len(self.clients.trainable)
         for name, control in self.server.tensors(0, self.controls).items():
             mean[name] = control + share * mean[name]

@@ -28,8 +28,8 @@ class SharedPart(FedAvg):
     together and sends :math:`\theta_i`; the server takes the mean
     :math:`\theta \leftarrow \sum_{i \in S} w_i \theta_i`. All private parts start as in the client
     module and never travel; buffers belong to their layer. A client is judged by the server's
-    :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, which it
-    trains with ``finetune_epochs``.
+    :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, and
+    trains it with ``finetune_epochs``.
 
     - FedPer (Arivazhagan et al. 2019): the head is private, ``private=Layers(head=True)``, or the
       last layers, ``private=Layers(last=2)``.
@@ -103,7 +103,7 @@ class SharedPart(FedAvg):
 
     @property
     def needs_head(self) -> bool:
-        """Whether the head is among the layers that are named."""
+        """Whether the head is among the named layers."""
         given = self.private_layers, self.shared_layers
         return super().needs_head or any(layers is not None and layers.head for layers in given)
 
@@ -114,11 +114,11 @@ class SharedPart(FedAvg):
         return super().private_names(module, layout).union(*private)
 
     def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
-        """Return the layers of a client module that are private, and those that are shared."""
+        """Return the private and the shared layers of a client module."""
         return self.private_layers, self.shared_layers
 
     def _warn_if_it_is_fedavg(self) -> None:
-        """Warn if layers are named, and none of the parameters that stay is trained."""
+        """Warn if layers are named, but no private parameter is trained."""
         if all(layers in (None, Layers()) for layers in self.layers_in(self.clients.module)):
             return
         layout, parts = self.clients.layout, self.parts
@@ -149,7 +149,7 @@ class SharedPart(FedAvg):
         Console().print(table)
 
     def setup_server(self) -> None:
-        """Make the server's model, and note what is private."""
+        """Make the server's model, and note the private layers."""
         super().setup_server()
         self.add_state("_kept", [*self.private])
 
@@ -182,15 +182,15 @@ class FedRep(SharedPart):
 
     The head :math:`h_i` is private, the body :math:`\phi` shared. A client trains first its head
     and then the body, as in :class:`~pflight.models.client_methods.HeadFirst`. A newcomer has the
-    initial head; with ``finetune_epochs`` up to ``head_epochs`` it trains only that, as the authors
-    do before they test.
+    initial head. With ``finetune_epochs`` up to ``head_epochs`` it trains only the head, as the
+    authors do before they test.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
-        head: The layers of the head; by default the one of :func:`~pflight.states.head.head_of`,
-            or those of the client module's own client method.
-        head_epochs: Local epochs in which the head is trained; by default 1.
+        head: The layers of the head; by default as in :func:`~pflight.states.head.head_of`, or as
+            in the client module's own client method.
+        head_epochs: Local epochs of the head; by default 1.
 
     Raises:
         ConfigurationError: If the client module names another client method, if ``local_epochs`` is
@@ -214,12 +214,12 @@ class FedRep(SharedPart):
 
     @property
     def needs_head(self) -> bool:
-        """Whether it is the head that is private, and not other layers."""
+        """Whether the head is private, and not other layers."""
         layers = getattr(self.client_method, "head", None)
         return layers is None or layers.head
 
     def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
-        """Return the client's head as what is private."""
+        """Return the client's head as the private layers."""
         client_method = chosen_client_method(self, module)
         assert isinstance(client_method, HeadFirst)
         return client_method.head_in(module), None

@@ -1,4 +1,4 @@
-"""The base class of methods whose server keeps the last model of every client."""
+"""The base class of methods with a server that stores the last model of every client."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from pflight.states.updates import ClientUpdates
 
 
 class StoredModels(ServerCallback):
-    """Keeps a model for every client, at first the initial one, then what it returned last.
+    """Stores a model for every client: at first the initial one, then its last returned one.
 
-    No stored model changes before all clients of a round have trained. A subclass defines what
-    clients are sent, and calls :meth:`store_models` in its step.
+    No stored model changes before all clients of a round have trained. A subclass defines the model
+    that a client is sent, and calls :meth:`store_models` in its step.
 
     Args:
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; shared ones are stored as well.
 
     Attributes:
-        stored: What travels of all models ``[num_clients, ...]``, a submodule of the federation.
-        received: BoolTensor ``[num_clients]``, which of them are not the initial model.
+        stored: The travelling entries of all models ``[num_clients, ...]``, a submodule of the
+            federation.
+        received: BoolTensor ``[num_clients]``, false for clients that still have the initial model.
     """
 
     stored: StateModule

@@ -1,4 +1,4 @@
-"""TrimmedKMeans: clusters by trimmed k-means, and trimmed means inside them."""
+"""TrimmedKMeans: clusters by trimmed k-means, with trimmed means inside them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .registry import Method
 
 @checked
 class TrimmedKMeans(MultiCenter):
-    r"""Federated learning with trimmed k-means, which is robust to outliers (Ghosh et al. 2019).
+    r"""Federated learning with trimmed k-means, robust to outliers (Ghosh et al. 2019).
 
     It has three stages:
 
-    1. In the first round all clients, whatever the cohort, train for ``init_epochs`` epochs from
+    1. In the first round all clients, not only the cohort, train for ``init_epochs`` epochs from
        the common initial model, and send their models once.
     2. The server clusters these models by
-       :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm, in which
-       each center is the trimmed mean or the median of its members. Assignments are final.
-    3. From then on clients train from their cluster's model, which becomes the trimmed mean or the
-       median of its members that answered, coordinate by coordinate; the model of a cluster without
-       such members stays as it is. Floating-point buffers are averaged in the same way, integer
+       :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm with the
+       trimmed mean or the median of a cluster's members as its center. Assignments are final.
+    3. From then on clients train from their cluster's model. It becomes the trimmed mean or the
+       median of its members that answered, coordinate by coordinate. The model of a cluster without
+       such members stays unchanged. Floating-point buffers are averaged in the same way, integer
        buffers take their maximum.
 
-    A client that missed the first round goes through stage 1 when it first answers; one that was
-    held out does so when it is judged. It is assigned to the nearest center of stage 2.
+    A client that missed the first round goes through stage 1 when it first answers. A held-out
+    client does so when it is judged. Both are assigned to the nearest center of stage 2.
 
     With ``beta = cluster_beta = 0`` and one cluster this is FedAvg with uniform weights.
 
@@ -45,8 +45,8 @@ class TrimmedKMeans(MultiCenter):
         beta: Share that stage 3 leaves out at either end of a coordinate: ``floor(beta * m)`` of m
             values, but always less than half of them.
         cluster_beta: The same for stage 2.
-        trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models that are
-            farthest from the median of all.
+        trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models farthest
+            from the median of all.
         estimate: ``"mean"`` or ``"median"`` of the rest.
         init_epochs: Local epochs of stage 1.
         num_restarts: Number of random starts of k-means.
@@ -101,7 +101,7 @@ class TrimmedKMeans(MultiCenter):
         self.add_state("_centers", None)  # centers of stage 2 [K, d]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; the first is stages 1 and 2, with all clients."""
+        """Run one round. The first runs stages 1 and 2, with all clients."""
         if self._centers is None:
             self._cluster()
         else:
@@ -129,7 +129,7 @@ class TrimmedKMeans(MultiCenter):
             self.server.set_pseudo_gradient(k, mean)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return each client's cluster; newcomers with samples find the nearest center."""
+        """Return each client's cluster. Newcomers with samples find the nearest center."""
         clusters = super().centers_of(clients)
         if self._centers is None or (clusters >= 0).all():
             return clusters

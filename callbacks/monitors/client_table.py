@@ -1,4 +1,4 @@
-"""The table of a test: a row for each client, with its name and its metrics."""
+"""A table of test results, with a row for each client."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _Row = Sequence[int | float | str]
 class ClientTable(L.Callback):
     """Writes each client's metrics to ``clients.csv`` and ``clients.md`` when ``test`` ends.
 
-    Both files are in ``trainer.default_root_dir`` and have a row for each client: its number, its
-    name, its number of test samples, and each metric of each model that was judged, as
-    ``server/acc``. A metric is empty for a client without it, and the samples are 0 for a client
-    that was not judged. If clients are held out of training, a column says which.
+    Both files are in ``trainer.default_root_dir``. A row holds a client's number, name, number of
+    test samples, and each metric of each judged model, such as ``server/acc``. Missing metrics are
+    empty. A client that was not judged has 0 samples. If clients are held out of training, a column
+    marks them.
 
     If a file can't be written, there is a warning.
     """
@@ -59,7 +59,7 @@ class ClientTable(L.Callback):
 
 
 def _columns(federation: Federation) -> dict[str, Sequence[Any]]:
-    """Return the columns by heading; all ranks have to call it."""
+    """Return the columns by heading. All ranks have to call it."""
     data, clients = federation.clients.attached_data, range(federation.num_clients)
     found = {model: federation.client_metrics("test", model) for model in _models(federation)}
     newcomers = set(federation.clients.newcomers.tolist())
@@ -78,12 +78,12 @@ def _columns(federation: Federation) -> dict[str, Sequence[Any]]:
 
 
 def _models(federation: Federation) -> list[str]:
-    """Return the models that were judged, the clients' own first."""
+    """Return the judged models, the clients' own first."""
     return sorted(federation.evaluators["test"].models, key=bool)
 
 
 def _csv(titles: Collection[str], rows: Sequence[_Row]) -> str:
-    """Return a table with values in full, NaN as an empty cell."""
+    """Return a table with exact values. NaN is an empty cell."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(map(cell, titles))
@@ -92,7 +92,7 @@ def _csv(titles: Collection[str], rows: Sequence[_Row]) -> str:
 
 
 def _markdown(titles: Collection[str], rows: Sequence[_Row]) -> str:
-    """Return a table with values of four decimals, NaN as an empty cell."""
+    """Return a table with four decimals. NaN is an empty cell."""
     lines = [[*map(_shown, titles)], ["---"] * len(titles)]
     lines += [[*map(_shown, row)] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

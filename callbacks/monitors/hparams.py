@@ -1,4 +1,4 @@
-"""The hyper-parameters by which TensorBoard tells runs apart."""
+"""The hyper-parameters that TensorBoard shows to distinguish runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Primitive = bool | int | float | str
 
 
 def hparams_of_config(config: Namespace) -> dict[str, Primitive]:
-    """Flatten the options by which runs differ: algorithm, client, data, optimizer and rounds."""
+    """Flatten the options that distinguish runs: algorithm, client, data, optimizer, rounds."""
     trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
     flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
     for spec in as_list(trainer["callbacks"]):

@@ -1,4 +1,4 @@
-"""A progress bar for rounds, with a second one for the clients of the current round."""
+"""A progress bar for rounds, and a second one for the clients of the current round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FederationProgressBar(ProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Draw nothing; Lightning calls it on all ranks but the first."""
+        """Draw nothing. Lightning calls it on all ranks but the first."""
         self._enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -62,13 +62,13 @@ class FederationProgressBar(ProgressBar):
 
     @property
     def console(self) -> Console:
-        """Where the bar is drawn."""
+        """The console of the bar."""
         if self._console is None:
             self._console = Console()
         return self._console
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to draw, and subscribe to the end of each client's training."""
+        """Start drawing, and subscribe to the end of each client's training."""
         if not self._enabled:
             return
         if isinstance(pl_module, Federation):
@@ -82,7 +82,7 @@ class FederationProgressBar(ProgressBar):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to count the clients of a cohort; with several ranks, those of rank 0."""
+        """Start counting the clients of a cohort; with several ranks, of rank 0 only."""
         if isinstance(pl_module, Federation):
             self._start_inner("clients", len(owned(batch)))
         elif batch_idx == 0:
@@ -127,7 +127,7 @@ class FederationProgressBar(ProgressBar):
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start to count an evaluation, inside a round or by itself."""
+        """Start counting an evaluation, inside a round or by itself."""
         total = int(sum(trainer.num_val_batches))
         if self._progress is None:
             self._open("Validate", total)
@@ -144,7 +144,7 @@ class FederationProgressBar(ProgressBar):
             self._close()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count chunks of clients."""
+        """Start counting chunks of clients."""
         self._open("Test", int(sum(trainer.num_test_batches)))
 
     def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ class FederationProgressBar(ProgressBar):
         self._close()
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count chunks of clients."""
+        """Start counting chunks of clients."""
         self._open("Predict", int(sum(trainer.num_predict_batches)))
 
     def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which metrics of an evaluation are shown first."""
+"""The choice of the main metrics of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 4  # columns
 
 
 def columns(metrics: Mapping[str, Any], stage: str) -> dict[str, str]:
-    """Return the metrics that a table shows, with their headings.
+    """Return the metrics for a table, with their headings.
 
     Args:
         metrics: Values by tag.
@@ -35,7 +35,7 @@ def columns(metrics: Mapping[str, Any], stage: str) -> dict[str, str]:
 
 
 def judged_by(trainer: L.Trainer) -> tuple[str, bool]:
-    """Return the metric by which rounds are compared, and whether higher is better.
+    """Return the metric that compares rounds, and whether higher is better.
 
     It is the metric of the first ``ModelCheckpoint``, by default the macro accuracy.
     """

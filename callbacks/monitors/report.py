@@ -41,9 +41,9 @@ _GROUPS = {"": "", "new/": "newcomers: "}
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
-    It has a row for each model that was judged, with accuracies or a module's own metrics as means
-    over clients. Below it are the number of rounds, the traffic, and the best round by the metric
-    of the checkpoints.
+    It has a row for each judged model, with accuracies or a module's own metrics as means over
+    clients. Below it are the number of rounds, the traffic, and the best round by the metric of the
+    checkpoints.
 
     Args:
         console: Where to print; standard output by default.
@@ -102,14 +102,14 @@ class PredictionWriter(L.Callback):
     - of a :class:`~pflight.models.Classifier`: label, prediction, and the predicted class's
       probability;
     - of another :class:`~pflight.task.Task`: target and output;
-    - of any other module: output, which is what its ``predict_step`` returns.
+    - of any other module: the output of its ``predict_step``.
 
-    Targets and outputs that are several numbers have a column for each, as ``output_0``. Labels and
-    targets are left out where samples come from torch Datasets.
+    Targets and outputs of several numbers have a column for each, such as ``output_0``. Labels and
+    targets are left out if samples come from torch Datasets.
 
     Args:
         path: The file; by default ``predictions.csv`` in ``trainer.default_root_dir``. An earlier
-            one stays until the new one is complete.
+            file stays until the new one is complete.
 
     Raises:
         ConfigurationError: If no file can be written there, before anything is predicted; or if a
@@ -190,7 +190,7 @@ class PredictionWriter(L.Callback):
         return {**columns, "prediction": predicted, "probability": probability}
 
     def _joined(self, federation: Federation, predictions: Predictions) -> tuple[Tensor, Tensor]:
-        """Return whose samples these are ``[B]``, and what ``predict_step`` gives ``[B, ...]``."""
+        """Return each sample's client ``[B]``, and the result of ``predict_step`` ``[B, ...]``."""
         clients = torch.tensor([client for client, _ in predictions])
         counts = federation.clients.attached_data.num_samples("test")[clients]
         parts = [batch for _, batches in predictions for batch in batches]
@@ -234,8 +234,8 @@ def _write(path: Path, chunks: list[dict[str, Tensor]]) -> int:
 
 
 def _texts(values: Tensor) -> list[str]:
-    """Return each number as the shortest text that reads back as the same one."""
-    known = values.float() if values.dtype == torch.bfloat16 else values  # which NumPy lacks
+    """Return each number as the shortest text that reads back as the same number."""
+    known = values.float() if values.dtype == torch.bfloat16 else values  # NumPy lacks bfloat16
     return known.numpy().astype(str).tolist()
 
 

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a federation in addition to its scalars."""
+"""TensorBoard's views of a federation in addition to scalars."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TensorBoardReport(L.Callback):
     """Adds config, partition, and hyper-parameters with results to TensorBoard.
 
     The HParams page compares runs by the final values of their metrics and, under ``best/``, by the
-    best values of any round. Scalars are flushed before every checkpoint is written, so that a run
-    that is killed and resumed has each point once.
+    best values of any round. Scalars are flushed before every checkpoint. So a killed and resumed
+    run has each point once.
 
     Args:
         config: The resolved configuration as text; the command line fills it in.
@@ -64,7 +64,7 @@ class TensorBoardReport(L.Callback):
         logger = _tensorboard(trainer)
         if logger is None:
             return
-        if trainer.current_epoch > 0:  # a resumed run has all this already
+        if trainer.current_epoch > 0:  # a resumed run has them already
             return
         writer = logger.experiment
         if self.config is not None:
@@ -82,13 +82,13 @@ class TensorBoardReport(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Flush what has been logged so far, so that no checkpoint is ahead of it."""
+        """Flush all logs, so that no checkpoint is ahead of them."""
         logger = _tensorboard(trainer)
         if logger is not None:
             logger.experiment.flush()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the hyper-parameters, with the metrics by which the HParams page compares runs."""
+        """Write the hyper-parameters, and the metrics of the HParams page."""
         logger = _tensorboard(trainer)
         if logger is None:
             return
@@ -96,7 +96,7 @@ class TensorBoardReport(L.Callback):
         from torch.utils.tensorboard.summary import hparams
 
         metrics: dict[str, Any] = dict(trainer.callback_metrics)
-        if isinstance(pl_module, Federation):  # also where a finished run had nothing left to do
+        if isinstance(pl_module, Federation):  # also if a finished run had nothing left to do
             metrics = {k: v for entry in pl_module.history for k, v in entry.metrics.items()}
         shown = [f"val/{metric}" for metric in columns(metrics, "val")]
         compared = {
@@ -120,7 +120,7 @@ class TensorBoardReport(L.Callback):
 
 
 def _best(history: Sequence[Round]) -> dict[str, float]:
-    """Return the best value of each validation metric in any round, of a loss the lowest."""
+    """Return the best value of each validation metric over rounds; the lowest for a loss."""
     values = {
         tag: [v for r in history if math.isfinite(v := r.metrics.get(tag, math.nan))]
         for tag in _COMPARED

@@ -1,1 +1,1 @@
-"""Partitions: how samples are dealt to clients, and clients to clusters."""
+"""Partitions of samples among clients, and of clients among clusters."""

@@ -53,7 +53,7 @@ class HeldOut(WrappedData):
 
     @property
     def cohorts(self) -> CohortSampler:
-        """The wrapped data's sampler of who trains in a round."""
+        """The wrapped data's sampler of cohorts."""
         return self.data.cohorts
 
     def num_samples(self, split: Split = "train") -> Tensor:

@@ -174,7 +174,7 @@ class Dirichlet(Partition):
         return [dealt[part] for part in deal(kinds, best, random)]
 
     def _draw(self, supply: Ints, num_clients: int, random: np.random.Generator) -> Ints:
-        """Return how many samples of each class each client gets, ``[classes, clients]``."""
+        """Return the numbers of samples of each class for each client, ``[classes, clients]``."""
         counts = np.zeros((len(supply), num_clients), dtype=np.int64)
         held = np.zeros(num_clients, dtype=np.int64)
         for row, available in zip(counts, supply, strict=True):

@@ -140,7 +140,7 @@ class LeafDataModule(PartitionedDataModule):
         return samples
 
     def _chosen(self, samples: Samples) -> Samples:
-        """Return the samples that are wanted; by default, all."""
+        """Return the wanted samples; by default, all."""
         return samples
 
     def _files(self) -> _Files | None:
@@ -211,15 +211,15 @@ class LeafDataModule(PartitionedDataModule):
         return []
 
     def _cache_options(self) -> dict[str, Any]:
-        """Return what else the cached samples depend on; by default, nothing."""
+        """Return further options that determine the cached samples; by default, none."""
         return {}
 
     def _images(self) -> _Images:
-        """Return what decodes the images of the data set."""
+        """Return the decoder of the data set's images."""
         raise NotImplementedError(f"{type(self).__name__} must define _images()")
 
     def _features(self, files: _Files) -> Callable[[list[Any], str], NDArray[Any]]:
-        """Return what turns a person's ``x`` into features ``[n, C, H, W]``, or names an error."""
+        """Return a function from a person's ``x`` to features ``[n, C, H, W]``, or to an error."""
         raise NotImplementedError(f"{type(self).__name__} must define _features()")
 
     def _build(self, files: _Files, writer: SampleWriter) -> None:
@@ -411,7 +411,7 @@ class LeafCelebA(LeafDataModule):
 
 @dataclass(frozen=True)
 class _Files:
-    """A data set's files; ``test`` is empty where nobody has split it."""
+    """A data set's files; ``test`` is empty if the files are not split."""
 
     train: list[Path]
     test: list[Path]

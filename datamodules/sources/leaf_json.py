@@ -134,7 +134,7 @@ class _Slow:
 
 
 class _Shallow:
-    """A JSON file that is read only while it is not nested deeply, which would fill the memory."""
+    """A JSON file that is read only while nesting is shallow. Deep nesting fills the memory."""
 
     start = 0
     """Start of the last chunk."""

@@ -110,7 +110,7 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
 
 
 def _rows_at_once(path: Path, metadata: Any) -> int:
-    """Return how many rows to read at once, so that large ones don't fill the memory."""
+    """Return the number of rows to read at once, so that large rows don't fill the memory."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     if row > _BYTES_AT_ONCE:

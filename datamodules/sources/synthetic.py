@@ -33,7 +33,7 @@ class _Generated(PartitionedDataModule):
     """Samples that every client has."""
 
     def size(self, client: int) -> int:
-        """Return how many samples a client has."""
+        """Return a client's number of samples."""
         return self.least
 
     def draw(self, client: int) -> tuple[Features, Ints]:
@@ -163,7 +163,7 @@ class Synthetic(_Generated):
         return weights, random.normal(mean, 1, self.num_classes)
 
     def size(self, client: int) -> int:
-        """Return how many samples a client has."""
+        """Return a client's number of samples."""
         return self._count(numpy_generator(Purpose.DATA, self.seed, 2, client))
 
     def _count(self, random: np.random.Generator) -> int:

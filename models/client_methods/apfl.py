@@ -16,7 +16,7 @@ from pflight.options import ClosedUnitInterval, PositiveFloat, checked
 
 @checked
 class Mixed(ClientMethod):
-    r"""Trains a personal model that is a mixture of its own and the shared one.
+    r"""Trains a personal model: a mixture of the client's own model and the shared one.
 
     With :math:`\bar v = \alpha v + (1 - \alpha) w` the personal copy is stepped on every batch,
 
@@ -49,7 +49,7 @@ class Mixed(ClientMethod):
         self.alpha_lr = alpha_lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        r"""Return :math:`\alpha`, and whether it is still to be adapted in this round."""
+        r"""Return :math:`\alpha`, and whether it still has to adapt in this round."""
         like = next(iter(weights.values()))
         return {"alpha": like.new_tensor(self.alpha), "alpha_due": like.new_tensor(1.0)}
 

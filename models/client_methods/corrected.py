@@ -1,4 +1,4 @@
-"""Client methods that correct every gradient by a direction that is fixed for the round."""
+"""Client methods that correct every gradient by a fixed direction in a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedALA's clients: each learns how much of the server's model to take."""
+"""FedALA's clients: each learns its share of the server's model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AdaptiveMixture(ClientMethod):
 
     with a weight in [0, 1] for every number (Zhang et al. 2023, algorithm 1). All weights are 1 at
     first. They are learned before the client trains, on a share of an epoch's batches in each
-    round. When a client first has a model of its own, it learns for several such epochs. Models and
+    round. When a client first has its own model, it learns for several such epochs. Models and
     weights are of parameters, not buffers.
 
     A client is judged by the mixture of its own model and the server's current one, with the
@@ -82,7 +82,7 @@ class AdaptiveMixture(ClientMethod):
         return [name for names in layers[-self.layers :] for name in names]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return mixtures with newly learned weights, which the clients take along."""
+        """Return mixtures with newly learned weights. The clients keep these weights."""
         kept = self.learn(work, clients, sent, self.kept(work, clients, sent))
         starts = work.start_states(clients, self.mixtures(work, sent, kept))
         return starts.update({f"{OWN}{name}": value for name, value in entries(kept)})
@@ -98,7 +98,7 @@ class AdaptiveMixture(ClientMethod):
         work.write(_SLOT, clients, TensorDict(kept, batch_size=[len(clients)]))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the mixtures with the weights that were learned last."""
+        """Return the mixtures with the last learned weights."""
         kept = self.kept(work, clients, sent)
         return work.start_states(clients, self.mixtures(work, sent, kept))
 

@@ -10,11 +10,11 @@ from pflight.method import OWN, ClientMethod, LocalWork
 from pflight.states.state import entries
 
 SHARE = f"{OWN}share"
-"""The server's entry for how far to go to the mean that it sends ``[C]``."""
+"""The server's entry for the share of the way to the sent mean ``[C]``."""
 
 
 class StepsToMean(ClientMethod):
-    """Starts clients from their own models, some way towards the mean that is sent.
+    """Starts clients from their own models, moved some way towards the sent mean.
 
     All go the same share of the distance (Hanzely and Richtárik 2020, algorithm 1). Without a
     share, they start from their own models as they are. A newcomer's own model is the mean. Clients

@@ -18,7 +18,7 @@ from pflight.options import NonNegativeFloat, NonNegativeInt, checked
 
 @checked
 class Adapted(ClientMethod):
-    r"""Trains a client for how well its model does after one step of adaptation.
+    r"""Trains a client for its model's quality after one step of adaptation.
 
     On parts D, D' and D'' of each batch, a step descends :math:`f_i(\theta')` (Fallah et al. 2020,
     algorithm 1), where

@@ -82,7 +82,7 @@ def sgd_of(
 
 
 def _changes_over_rounds(module: LightningModule) -> bool:
-    """Return whether a module that knows its round gives other learning rates in later ones."""
+    """Return whether a module that knows its round has other learning rates in later rounds."""
     if not hasattr(module, "round_index"):
         return False
     module, found = copy.copy(module), set[str]()

@@ -1,4 +1,4 @@
-"""Classes of a configuration that can't be made: the errors name the class and the real cause."""
+"""Make the classes of a configuration, with errors that name the class and the cause."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pflight.messages import one_line
 
 from .defaults import specs
 
-_CLEAR = (ImportError, OSError, RuntimeError, ValueError)  # whose text alone says what is wrong
+_CLEAR = (ImportError, OSError, RuntimeError, ValueError)  # their texts are clear by themselves
 
 
 def built(kind: type, /, *args: Any, **options: Any) -> Any:
-    """Make an object, and name its class if it can't be made.
+    """Make an object, and name its class on failure.
 
-    Optimizers are made later, by what names them in its own errors.
+    Optimizers are made later, with their own errors.
 
     Raises:
         ConfigurationError: If the class raises any exception.
@@ -30,7 +30,7 @@ def built(kind: type, /, *args: Any, **options: Any) -> Any:
     try:
         return kind(*args, **options)
     except MisconfigurationException:
-        raise  # its message is clear by itself
+        raise  # its message is clear
     except (Exception, SystemExit) as error:
         if issubclass(kind, Optimizer | LRScheduler):
             raise
@@ -39,7 +39,7 @@ def built(kind: type, /, *args: Any, **options: Any) -> Any:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line what an exception says; where it came from, unless its text is enough.
+    """Return an exception's text in one line, with its origin unless the text is clear.
 
     Example:
         >>> cause_of(ValueError("size is 0")), cause_of(KeyError("size"))
@@ -53,15 +53,15 @@ def cause_of(error: BaseException) -> str:
 
 
 def refusal(error: BaseException, config: Namespace, made: str) -> str | None:
-    """Return in one line why the Trainer, or a class, rejects its options.
+    """Return in one line why the Trainer or a class rejects its options.
 
     Args:
-        error: What was raised when the classes of a run were made.
+        error: The exception from making the classes of a run.
         config: The configuration of the run.
-        made: What was being made, if it is no class.
+        made: The object being made, if it is not a class.
 
     Returns:
-        The line, or ``None`` if there is a clear message already.
+        The line, or ``None`` if the message is already clear.
     """
     root = error
     while root.__cause__ is not None and not isinstance(root, MisconfigurationException):

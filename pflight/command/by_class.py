@@ -1,4 +1,4 @@
-"""Options of one of a run's callbacks or loggers, by its class: ``trainer.callbacks.FeSEM.k``."""
+"""Options of a callback or logger by its class, such as ``trainer.callbacks.FeSEM.k``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OPTION = re.compile(r"--(trainer\.(callbacks|logger))\.([A-Z]\w*)\.([^=]+)(=.*)
 
 
 class OptionByClass(NamedTuple):
-    """An option of the one callback, or logger, of a class.
+    """An option of the only callback or logger of a class.
 
     Attributes:
-        whose: The list that has it: ``trainer.callbacks``.
+        whose: The list with the object, such as ``trainer.callbacks``.
         kind: The name of the class.
         option: The name of the option.
-        value: What follows the option on the line; ``None`` if it is set already.
+        value: The arguments after the option; ``None`` if it is already set.
     """
 
     whose: str
@@ -35,8 +35,7 @@ class OptionByClass(NamedTuple):
 
         Args:
             config: The configuration, which is changed.
-            parse: Returns a configuration with further arguments; these are about the last one of a
-                list.
+            parse: Adds arguments to a configuration. They refer to the last object of a list.
 
         Raises:
             UnknownOptionError: There is no such option, or no object of the class.
@@ -73,14 +72,14 @@ class OptionByClass(NamedTuple):
             chosen[part] = value
 
     def _whole(self, text: str) -> str:
-        """Return a text in which the options of the list are those of the class."""
+        """Return a text with the name of the class in the options of the list."""
         return text.replace(f"{self.whose}.", f"{self.whose}.{self.kind}.")
 
 
 def split(args: Sequence[str]) -> tuple[list[str], list[OptionByClass]]:
-    """Return the arguments without options by class, and these.
+    """Split arguments into all others and options by class.
 
-    An option that follows its class on the line stays there, as an option of the last callback.
+    An option after its class stays in the arguments, as an option of the last callback.
 
     Example:
         >>> rest, (option,) = split(["fit", "--trainer.callbacks.FeSEM.num_clusters", "3", "-h"])
@@ -115,7 +114,7 @@ def split(args: Sequence[str]) -> tuple[list[str], list[OptionByClass]]:
 
 
 def without_class(option: str) -> str:
-    """Return the name of an option as that of the last callback.
+    """Return an option without its class, as an option of the last callback.
 
     Example:
         >>> without_class("trainer.callbacks.FeSEM.num_clusters")

@@ -1,4 +1,4 @@
-"""What there is to choose from, read from the source and the configurations without an import."""
+"""The available choices, read from source files and configurations without imports."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _OF_OPTIONS = (
 
 
 class Entry(NamedTuple):
-    """One thing to choose.
+    """One choice.
 
     Args:
-        name: The name to choose it by.
-        summary: What it is, in one sentence.
-        class_path: Its class, if it is or uses one.
-        config: Its configuration, if it is or has one.
+        name: The name of the choice.
+        summary: A description in one sentence.
+        class_path: The class, if there is one.
+        config: The configuration, if there is one.
     """
 
     name: str
@@ -63,7 +63,7 @@ def methods() -> list[Entry]:
 
 
 def modifiers() -> list[Entry]:
-    """Return the modifiers, by the names that ``pflight compare`` adds to a method's."""
+    """Return the modifiers, by their names in ``pflight compare``."""
     return [
         Entry(name, one.summary, f"{_HOMES_OF[one.kind]}.{one.kind}")
         for name, one in MODIFIERS.items()
@@ -71,7 +71,7 @@ def modifiers() -> list[Entry]:
 
 
 def no_method(name: str) -> str:
-    """Return a message that there is no such method, with one that may have been meant."""
+    """Return a message that a method does not exist, with a similar name."""
     meant = question(closest(name, [entry.name for entry in methods()]))
     return (
         f"there is no method {name!r}{meant} (`pflight list methods` names all; the file of one of "
@@ -81,13 +81,13 @@ def no_method(name: str) -> str:
 
 @functools.cache
 def data() -> list[Entry]:
-    """Return the data sets, and the classes for data of one's own.
+    """Return the data sets, and the classes for the user's own data.
 
-    What wraps data that are set up already is for algorithms.
+    Wrappers of other data are left out, since algorithms use them.
     """
     found = _derived("pflight.datamodules", "FederatedDataModule")
     wrapped = _derived("pflight.datamodules", "WrappedData")
-    shown = (one for one in found if not one.endswith("DataModule"))  # which are base classes
+    shown = (one for one in found if not one.endswith("DataModule"))  # base classes
     return _entries("pflight.datamodules", (one for one in shown if one not in wrapped))
 
 
@@ -114,7 +114,7 @@ def shipped() -> list[Entry]:
 
 
 def options(name: str) -> list[str]:
-    """Return the options of one of pflight's classes, as its source has them."""
+    """Return the options of one of pflight's classes, from its source."""
     node = _source(name)
     if node is None:
         return []
@@ -129,7 +129,7 @@ def options(name: str) -> list[str]:
 
 @functools.cache
 def _source(name: str) -> ast.ClassDef | None:
-    """Return the source of a class that a run's options may be of; only its file is parsed."""
+    """Return the source of a class with options of a run. Only its file is parsed."""
     for package, files in _OF_OPTIONS:
         for path in _folder(package).glob(files):
             text = path.read_bytes()
@@ -148,7 +148,7 @@ def _sources(package: str, files: str = "**/*.py") -> dict[str, ast.ClassDef]:
 
 
 def _exported(package: str) -> list[str]:
-    """Return the names of the classes that a package imports, without former names."""
+    """Return the names of the classes that a package imports, without old names."""
     tree = ast.parse((_folder(package) / "__init__.py").read_bytes())
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     found = {name.name for node in imports for name in node.names}
@@ -160,7 +160,7 @@ def _derived(package: str, base: str) -> list[str]:
 
 
 def _is_a(package: str, name: str, base: str) -> bool:
-    """Return whether a class of a package is, or derives from, another."""
+    """Return whether a class of a package is another class or derives from it."""
     node = _sources(package).get(name)
     bases = _bases(node) if node is not None else []
     return name == base or any(_is_a(package, one, base) for one in bases)
@@ -172,7 +172,7 @@ def _bases(node: ast.ClassDef) -> list[str]:
 
 
 def _folder(package: str) -> Path:
-    """Return the folder of a package; pflight is all that is imported to find it."""
+    """Return the folder of a package. Only pflight is imported to find it."""
     spec = find_spec(package)
     return Path(str(spec and spec.origin)).parent
 

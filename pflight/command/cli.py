@@ -39,7 +39,7 @@ from pflight.runs.folder import RunFolder
 from pflight.runs.signals import SaveWhenStopped, StopBetweenRounds
 from pflight.task import Task
 
-# These imports also import their packages, whose classes are then known by their short names.
+# These imports also import their packages. Then their classes have short names.
 from .built import built, refusal
 from .config_files import MODE, with_shipped_configs
 from .defaults import drop_untold_defaults, specs
@@ -70,21 +70,22 @@ _FEDERATION = {
 class FederationCLI(LightningCLI):
     """LightningCLI for federations, with one run in one folder.
 
-    The model is a :class:`~pflight.Federation` unless another class is named, its client a
-    :class:`~pflight.models.Classifier`. The run folder is ``trainer.default_root_dir``. Unless the
-    configuration has a logger or a ``ModelCheckpoint`` of its own, a ``fit`` writes there
+    The default model is a :class:`~pflight.Federation` with a
+    :class:`~pflight.models.Classifier` as its client. The run folder is
+    ``trainer.default_root_dir``. If the configuration has no logger or ``ModelCheckpoint``, a
+    ``fit`` writes there
 
     - ``config.yaml`` and TensorBoard's events,
     - ``checkpoints/last.ckpt`` after every round, and
     - ``checkpoints/best.ckpt``, chosen by ``--monitor`` and ``--mode``; ready-made tasks have
       defaults for both.
 
-    ``--ckpt_path last`` and ``best`` mean these files; all commands but ``fit`` use ``best`` by
+    ``--ckpt_path last`` and ``best`` mean these files. All commands but ``fit`` use ``best`` by
     default. Only one ``fit`` at a time can write to a folder.
 
     Args:
         args: Arguments in place of those of the process.
-        stop: Ends a run when a signal comes; by default signals are left to Lightning.
+        stop: Ends a run when a signal arrives; by default Lightning handles signals.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class FederationCLI(LightningCLI):
     ) -> None:
         self._stop = stop
         self._resumed_step: int | None = None
-        self._in_place = False  # whether the files in the run folder are this run's
+        self._in_place = False  # whether the run folder holds this run's files
         self._until_done = ExitStack()
         settings = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
@@ -148,7 +149,7 @@ class FederationCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
-        """Parse the arguments; a config file that does not exist is sought among those shipped."""
+        """Parse the arguments. A missing config file is searched among the shipped ones."""
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
@@ -161,7 +162,7 @@ class FederationCLI(LightningCLI):
         self._check_options(self.config[self.config.subcommand])
 
     def _check_options(self, config: Namespace) -> None:
-        """Raise for options on which Lightning would fail with a traceback."""
+        """Raise if Lightning would fail with a traceback for these options."""
         if not isinstance(config.trainer, Namespace):
             raise ConfigurationError(f"trainer: expected a mapping, got {config.trainer}")
         if not 0 <= int(config.seed_everything or 0) < 2**32:
@@ -175,7 +176,7 @@ class FederationCLI(LightningCLI):
             )
 
     def _parse_ckpt_path(self) -> None:
-        """Take no options from the checkpoint: the configuration has them."""
+        """Take no options from the checkpoint, since the configuration has them."""
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -183,7 +184,7 @@ class FederationCLI(LightningCLI):
         return RunFolder(self._get(self.config, "trainer").default_root_dir)
 
     def before_instantiate_classes(self) -> None:
-        """Pass ``seed_everything`` to what has no seed of its own, and find the checkpoint."""
+        """Pass ``seed_everything`` to objects without a seed, and find the checkpoint."""
         self._pass_seed()
         config = self.config[self.subcommand]
         if not config.trainer.fast_dev_run:
@@ -255,7 +256,7 @@ class FederationCLI(LightningCLI):
         return SLURMEnvironment.detect() and bool(self.folder.requeued())
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the Trainer, with pflight's monitors where the configuration has none."""
+        """Make the Trainer, with pflight's monitors if the configuration has none."""
         given = self._get(self.config_init, "trainer")
         if isinstance(self.model, Federation):
             check_strategy(given.strategy)
@@ -297,7 +298,7 @@ class FederationCLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train in the run folder; an earlier run there is moved aside unless it is continued."""
+        """Train in the run folder. An earlier run there is moved aside unless it is continued."""
         try:
             self.trainer.fit(**kwargs)
         except RuntimeError as error:
@@ -308,7 +309,7 @@ class FederationCLI(LightningCLI):
             check_trained(self.model.history)
 
     def _advice(self) -> str:
-        """Return how far a fit that ended early has come, and how to continue it."""
+        """Return the progress of a fit that ended early, and how to continue it."""
         folder = self.folder
         saved = folder.rounds_saved() if self._in_place else None
         done = self.trainer.current_epoch if saved is None and hasattr(self, "trainer") else saved
@@ -326,7 +327,7 @@ class FederationCLI(LightningCLI):
         return f"{where}: --ckpt_path last continues the run in {folder.path}"
 
     def test(self, **kwargs: Any) -> None:
-        """Test the clients; results of an earlier test of this run are replaced."""
+        """Test the clients. Results of an earlier test of this run are replaced."""
         earlier, logger = [], self.trainer.logger
         if isinstance(logger, TensorBoardLogger) and Path(logger.log_dir) == self.folder.path:
             self._claim("test")
@@ -370,9 +371,9 @@ class FederationCLI(LightningCLI):
         self._in_place = True
 
     def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Restore the run folder if an error came before the new run wrote anything of worth.
+        """Restore the run folder if the new run failed before it wrote results.
 
-        Ctrl-C, a ``SystemExit`` where signals are left to Lightning, leaves the new run in place.
+        Ctrl-C leaves the new run in place. It is a ``SystemExit`` if Lightning handles signals.
         """
         if kind is not None:
             self.folder.drop_empty_events()
@@ -385,7 +386,7 @@ class FederationCLI(LightningCLI):
         return {**kwargs, "verbose": kwargs.get("verbose", True) and not own}
 
     def _logger(self) -> TensorBoardLogger | bool:
-        """Return the TensorBoard logger; a ``validate`` has none, as it would repeat points."""
+        """Return the TensorBoard logger. A ``validate`` has none, as it would repeat points."""
         if self.subcommand == "fit":  # TensorBoard drops what was logged after the checkpoint
             options: dict[str, Any] = {"purge_step": self._resumed_step}
         elif self.subcommand == "test":
@@ -427,14 +428,14 @@ def main(
     args: Sequence[str] | None = None,
     run: Callable[[list[str] | None, StopBetweenRounds], object] = FederationCLI,
 ) -> None:
-    """Run the command line; errors that a user can mend are one line on stderr.
+    """Run the command line. Errors that a user can fix are one line on stderr.
 
-    The exit status is 2 for wrong options or input, 1 for a full disk, a failed client with
-    ``on_client_error="raise"`` or a run in which all failed, 143 for SIGTERM and 130 for Ctrl-C.
+    The exit status is 2 for wrong options or input, 143 for SIGTERM and 130 for Ctrl-C. It is 1
+    for a full disk, for a failed client with ``on_client_error="raise"``, or if all clients failed.
 
     Args:
         args: Arguments in place of those of the process.
-        run: What to run with the arguments, and with what ends a run when a signal comes.
+        run: The function to run. It gets the arguments and an object that ends a run on a signal.
     """
     quieten()
     stop = StopBetweenRounds()

@@ -1,4 +1,4 @@
-"""Names of methods with modifiers, such as ``fesem+private_head``."""
+"""Parse names of methods with modifiers, such as ``fesem+private_head``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .shipped import find_config
 
 
 class Named(NamedTuple):
-    """A modifier with options, under a name."""
+    """A named modifier with options."""
 
     kind: str
-    """Its class."""
+    """The class of the modifier."""
     summary: str
     options: Mapping[str, Any] = {}
     space: Mapping[str, Any] = {}
@@ -54,11 +54,11 @@ SAME = {
     "fedavg+private_body": "lg_fedavg",
     "fedavg+proximal": "fedprox",
 }
-"""Combinations that are shipped methods, with the same options."""
+"""Combinations that equal shipped methods, with the same options."""
 
 
 def parts_of(name: str) -> tuple[str, list[str]]:
-    """Return the method of a name such as ``"fesem+private_head"``, and its modifiers, sorted.
+    """Return the method and the sorted modifiers of a name such as ``"fesem+private_head"``.
 
     Example:
         >>> parts_of("fesem+proximal+private_head")
@@ -75,9 +75,9 @@ def parts_of(name: str) -> tuple[str, list[str]]:
 
 
 def no_modifier(name: str) -> str:
-    """Return a message that there is no such modifier, or an empty one if there is.
+    """Return a message that a modifier does not exist, or an empty text if it does.
 
-    A name with a dot is that of a class of the user's own.
+    A name with a dot is the path of a user's class.
     """
     if name in MODIFIERS or "." in name:
         return ""

@@ -1,4 +1,4 @@
-"""The commands of ``pflight``, and the parser of those that are not runs."""
+"""The commands of ``pflight``, and the parser of all commands that are not runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ RUNS = {
     "test": "evaluate clients on test samples",
     "predict": "write each client's predictions",
 }
-"""The commands that run a federation, whose options :mod:`pflight.command.cli` reads."""
+"""The commands that run a federation. :mod:`pflight.command.cli` reads their options."""
 
 OF_A_RUN = (
     *("seed_everything", "ckpt_path", "monitor", "mode"),
     *("trainer", "model", "data", "search_space", "weights_only"),
 )
-"""Options of a run without a dot in their names, except for those that no configuration has."""
+"""Options of a run without a dot in their names, if a configuration can hold them."""
 
 
 class Command(Protocol):
-    """A module that defines a command; it imports little, as all of them are imported at once."""
+    """A module that defines a command. It imports little, since all commands are imported."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments."""
@@ -42,17 +42,17 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "deploy": (deploy_command, "run a federation whose clients are on other machines"),
     "list": (list_command, "show methods, data sets, partitions, networks and configurations"),
 }
-"""The other commands: what defines them, and what they do."""
+"""The other commands, with their modules and summaries."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the name that may have been meant.
+    """A parser that reports errors in one line, with a similar name.
 
     Args:
-        *args: As for any parser, which are all keywords but the first.
-        takes_a_run: Whether options of ``pflight fit`` may stand among its own; they are left as
-            they are in ``options.run_options``.
-        **options: As for any parser.
+        *args: As for ``ArgumentParser``.
+        takes_a_run: Whether to accept options of ``pflight fit``. They are stored unparsed in
+            ``options.run_options``.
+        **options: As for ``ArgumentParser``.
     """
 
     def __init__(self, *args: Any, takes_a_run: bool = False, **options: Any) -> None:
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments: none may be unknown."""
+        """Parse all arguments. Unknown arguments are errors."""
         options, rest = super().parse_known_args(args, namespace)
         known = [option.lstrip("-") for option in self._option_string_actions]
         if self.takes_a_run:
@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def parser() -> tuple[CommandParser, dict[str, CommandParser]]:
-    """Return the parser of the line, and those of its commands, which for runs know no option."""
+    """Return the main parser and the commands' parsers. For runs, these have no options."""
     front = CommandParser(
         "pflight",
         description="Personalised federated learning with PyTorch Lightning",

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_to_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a table has."""
+    """Add the arguments for the contents of a table."""
     parser.add_argument(
         "--baseline",
         metavar="METHOD",

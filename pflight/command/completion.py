@@ -1,4 +1,4 @@
-"""Completion of the line in a shell, by argcomplete."""
+"""Completion in a shell, by argcomplete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLASSES_OF_A_RUN = ("data.partition", "model.client.network", "trainer.callback
 
 
 def complete() -> None:
-    """Answer the shell that asks, and exit."""
+    """Answer a shell's request for completions, and exit."""
     import argcomplete
     from argcomplete.lexers import split_line
 
@@ -45,7 +45,7 @@ def complete() -> None:
 
 
 def offer_values(command: CommandParser) -> None:
-    """Complete the options of a command that take a METHOD, or a FILE with a configuration."""
+    """Complete options that take a METHOD, or a FILE with a configuration."""
     for action in command._actions:
         if action.metavar in _VALUES:
             completed: Any = action
@@ -53,13 +53,13 @@ def offer_values(command: CommandParser) -> None:
 
 
 def _part(command: CommandParser, names: list[str]) -> CommandParser:
-    """Return the parser of a command of a command, if there is one of this name."""
+    """Return the parser of a subcommand, if it exists."""
     groups = (one.choices for one in command._actions if isinstance(one.choices, dict))
     return next((group[name] for group in groups for name in names if name in group), command)
 
 
 def _add_options(run: CommandParser, args: list[str]) -> None:
-    """Add the options that a run has, as far as its line goes."""
+    """Add the options of a run, as far as its arguments are given."""
     for flag in ("--print_config",) if run.add_help else ("--help", "--print_config"):
         run.add_argument(flag, action="store_true")
     config: Any = run.add_argument("--config", "-c", action="append")
@@ -74,7 +74,7 @@ def _add_options(run: CommandParser, args: list[str]) -> None:
 
 
 def _options(args: list[str]) -> Iterator[str]:
-    """Yield the names of the options of all classes that a line and its files name."""
+    """Yield the option names of all classes in the arguments and their files."""
     yield from _of("trainer", "Trainer")
     yield from _of("model", "Federation")
     yield from _of("model.client", "Classifier")
@@ -90,7 +90,7 @@ def _options(args: list[str]) -> Iterator[str]:
 
 
 def _in(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of the options in a configuration, and those of its classes."""
+    """Yield the option names of a configuration and its classes."""
     if isinstance(value, list):
         for item in value:
             yield from _in(item, name)
@@ -110,7 +110,7 @@ def _of(name: str, kind: str) -> Iterator[str]:
 
 def _classes(kind: str, **_: Any) -> list[str]:
     paths = [str(one.class_path) for one in _CLASSES[kind]()]
-    whole = kind == "network"  # torchvision has classes of the same names
+    whole = kind == "network"  # torchvision has classes with the same names
     return paths if whole else [path.rpartition(".")[2] for path in paths]
 
 
@@ -119,7 +119,7 @@ def _methods(**_: Any) -> list[str]:
 
 
 def _config_files(prefix: str, **_: Any) -> set[str]:
-    """Return shipped configurations and files that begin with a prefix, up to the next folder."""
+    """Return shipped configurations and files with a prefix, up to the next folder."""
     folder, slash, start = prefix.rpartition("/")
     beside = Path(folder or slash or ".").glob(f"{escape(start)}*")
     found = {f"{folder}{slash}{one.name}{'/' * one.is_dir()}" for one in beside}

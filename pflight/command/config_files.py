@@ -19,10 +19,10 @@ MODE = "yaml of pflight"
 
 
 def config_file(path: str) -> str:
-    """Return the path of a config file, which may be one of those that come with pflight.
+    """Return the path of a config file of the user or of pflight.
 
     Raises:
-        ConfigurationError: If there is none, or it can't be read.
+        ConfigurationError: If the file is missing or unreadable.
     """
     found = find_config(path)
     if found is None:
@@ -33,10 +33,10 @@ def config_file(path: str) -> str:
 
 
 def with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments, with paths of shipped configs for config files that don't exist.
+    """Return the arguments, with shipped configs in place of missing config files.
 
-    Lists that a file replaces, of callbacks or loggers, are emptied before. Otherwise jsonargparse
-    gives the options of an earlier callback to the one that takes its place.
+    Before a file replaces a list of callbacks or loggers, the list is emptied. Otherwise
+    jsonargparse gives an earlier callback's options to its replacement.
     """
     found, rest = [], list(args)
     while rest:
@@ -53,7 +53,7 @@ def with_shipped_configs(args: Sequence[str]) -> list[str]:
 
 
 def _emptied(path: str) -> list[str]:
-    """Return arguments that empty the lists of the Trainer which a file gives as a whole."""
+    """Return arguments that empty the Trainer's lists that a file replaces."""
     trainer = load(Path(path).read_text("utf-8-sig")).get("trainer")
     options = trainer if isinstance(trainer, dict) else {}
     lists = (name for name in ("callbacks", "logger") if isinstance(options.get(name), list))
@@ -61,10 +61,10 @@ def _emptied(path: str) -> list[str]:
 
 
 def check_config_file(path: str) -> None:
-    """Raise unless a file is YAML with options by name, each given once.
+    """Raise unless a file is YAML with options by name, without duplicates.
 
     Raises:
-        ConfigurationError: If it is not; the message names the file and the line.
+        ConfigurationError: If it is not. The message names the file and the line.
     """
     with _read_errors(path):
         text = Path(path).read_text("utf-8-sig")
@@ -100,11 +100,11 @@ def _read_errors(path: str) -> Iterator[None]:
 
 
 def load(text: str) -> Any:
-    """Return the content of a YAML text, as jsonargparse reads it.
+    """Parse a YAML text as jsonargparse does.
 
     Raises:
-        YAMLError: If it is not YAML, or a tag does not fit its value.
-        ConfigurationError: If an alias contains itself: jsonargparse would not come to an end.
+        YAMLError: If the text is not YAML, or a tag does not fit its value.
+        ConfigurationError: If an alias contains itself. jsonargparse would not terminate.
     """
     if "&" in text:
         _check_nodes("", yaml.compose(text, yaml.SafeLoader))
@@ -112,7 +112,7 @@ def load(text: str) -> Any:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # tags raise many kinds of errors on values that don't fit them
+    except Exception as error:  # tags raise many kinds of errors for wrong values
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
@@ -120,7 +120,7 @@ set_loader(MODE, load, (yaml.YAMLError,))
 
 
 def _check_nodes(path: str, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
-    """Raise if a mapping has a key twice, of which YAML takes the last, or contains itself."""
+    """Raise if a mapping has duplicate keys or contains itself."""
     if node in above:
         raise _error(path, "contains itself through an alias", node.start_mark)
     names: set[str] = set()

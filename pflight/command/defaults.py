@@ -1,6 +1,6 @@
 """The classes in a configuration, and their defaults.
 
-The ``config.yaml`` of a run has defaults as if they were given.
+The ``config.yaml`` of a run contains all defaults, as if they were given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REPLACES = re.compile(
 
 
 def without_defaults(args: Sequence[str]) -> list[str]:
-    """Return arguments in which a first ``config.yaml`` of a run has what differs from defaults.
+    """Remove the defaults from a first ``config.yaml`` of a run in the arguments.
 
-    A class that takes the place of another then begins with its own defaults. Seeds stay as they
-    are; so do files after others, whose options they replace.
+    So a class that replaces another begins with its own defaults. Seeds stay unchanged. Later files
+    stay unchanged, too, since they replace options of earlier files.
 
     Args:
-        args: The arguments, with configurations that exist.
+        args: The arguments. Their configurations exist.
     """
     first = next((i for i, arg in enumerate(args) if _REPLACES.fullmatch(arg)), None)
     if first is None:
@@ -50,13 +50,13 @@ def without_defaults(args: Sequence[str]) -> list[str]:
 
 
 def _is_written(path: str) -> bool:
-    """Return whether pflight has written a file, with all options of a run."""
+    """Return whether pflight has written a file with all options of a run."""
     file = Path(path)
     return file.is_file() and file.read_text("utf-8-sig").startswith(HEADER)
 
 
 def _given(value: Any) -> Any:
-    """Return a part of a configuration without options that have the default of their class."""
+    """Return a part of a configuration without the defaults of its classes."""
     if isinstance(value, list):
         return [*map(_given, value)]
     if not isinstance(value, dict):
@@ -73,7 +73,7 @@ def _given(value: Any) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a value that was read from a file is a default."""
+    """Return whether a value from a file is the default."""
     if isinstance(default, list | tuple):
         pairs = zip(value, default, strict=False) if isinstance(value, list) else ()
         same = isinstance(value, list) and len(value) == len(default)
@@ -84,7 +84,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def named(path: str) -> Any:
-    """Return what a path names, or ``None``."""
+    """Return the object of an import path, or ``None``."""
     try:
         return resolve_name(path)
     except (ImportError, AttributeError, ValueError):
@@ -92,7 +92,7 @@ def named(path: str) -> Any:
 
 
 def default_of(made_by: Any, name: str) -> Any:
-    """Return the default of an option, which may be that of a base class."""
+    """Return the default of an option, also from a base class."""
     kinds = made_by.__mro__ if isinstance(made_by, type) else []
     for function in [kind.__init__ for kind in kinds] or [made_by]:  # type: ignore[misc]
         try:
@@ -105,7 +105,7 @@ def default_of(made_by: Any, name: str) -> Any:
 
 
 def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
-    """Yield the parts of a configuration that name a class, with the names of their options."""
+    """Yield the parts of a configuration with a class, each with the name of its option."""
     if isinstance(value, list):
         for item in value:
             yield from specs(item, prefix)
@@ -118,7 +118,7 @@ def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
 
 
 def spec(value: Any) -> Any:
-    """Return a value in which all that names a class is a Namespace."""
+    """Return a value with each part that names a class as a Namespace."""
     if not isinstance(value, dict | Namespace) or "class_path" not in value:
         return deepcopy(value)
     options: Any = value.get("init_args") or {}
@@ -128,11 +128,11 @@ def spec(value: Any) -> Any:
 
 
 def drop_untold_defaults(config: Namespace) -> None:
-    """Drop, in place, options that have a default that jsonargparse can't read from text.
+    """Drop options in place if their defaults can't be read from text.
 
-    These are objects, such as a tensor or a module, and functions without an annotated result: of
-    a default function jsonargparse keeps the name, which it then does not take for a function. The
-    class fills its defaults in.
+    Such defaults are objects, such as tensors or modules, and functions without an annotated
+    result. jsonargparse stores the name of a default function, but does not read it as a function.
+    The class fills in these defaults.
     """
     for _, spec in specs(config):
         made_by, options = named(spec.class_path), spec.get("init_args")
@@ -144,7 +144,7 @@ def drop_untold_defaults(config: Namespace) -> None:
 
 
 def _readable(value: Any) -> bool:
-    """Return whether a value can be written to a configuration, and read again."""
+    """Return whether a value can be written to a configuration and read back."""
     if value is None or isinstance(value, bool | int | float | str):
         return True
     if isinstance(value, list | tuple):

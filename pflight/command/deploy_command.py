@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_SAMPLES = 10**7
-"""Samples that a node may say it has in a split, unless the server is told otherwise."""
+"""The default limit for the number of samples that a node declares in a split."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add its commands: a server, a client, certificates, and a look at all of them."""
+    """Add the subcommands: server, client, certificates and a demo."""
     commands = parser.add_subparsers(dest="work", required=True, metavar="command")
     server = commands.add_parser(
         "server",
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return a type of positive numbers."""
+    """Return a type for positive numbers."""
 
     def number(text: str) -> float:
         try:
@@ -117,7 +117,7 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def _name(text: str) -> str:
-    """Return a name that is no path, so that its file is in the folder."""
+    """Return a name without folders, so that its file is in the folder."""
     if not re.fullmatch(r"\w[\w.@+-]*", text):
         raise argparse.ArgumentTypeError(
             f"{text} is no name of a key: give letters, digits and . _ - @ +, as in hospital-a"
@@ -126,7 +126,7 @@ def _name(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    """Return a share, over 0 and at most 1."""
+    """Return a share, above 0 and at most 1."""
     if (share := _positive(float)(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text} is no share: give a number over 0, and at most 1")
     return share
@@ -140,7 +140,7 @@ def _port(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    """Return the address of a server; one of IPv6 is in brackets."""
+    """Return the address of a server. IPv6 addresses are in brackets."""
     found = re.fullmatch(r"(\[[^\s\[\]]+\]|[^\s:\[\]]+):(.*)", text)
     if not found:
         raise argparse.ArgumentTypeError(
@@ -150,7 +150,7 @@ def _address(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run one of its commands."""
+    """Run a subcommand."""
     from pflight.deploy.command import deploy
 
     deploy(options)

@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what there is to choose from, one line each.
+    """Print the available choices, one on each line.
 
-    A terminal cuts the lines that are too long for it, unless one section is asked for.
+    Lines are cut to the width of the terminal, unless one section is requested.
     """
-    from rich.console import Console  # which takes longer to import than all else here
+    from rich.console import Console  # a slow import
     from rich.table import Table
     from rich.text import Text
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     if not (console.width and (console.is_terminal or "COLUMNS" in os.environ)):
         console.width = _UNLIMITED
     for section, entries in found.items():
-        if section == "configs" and "methods" in found:  # which has the algorithms' already
+        if section == "configs" and "methods" in found:  # the methods' configs are listed already
             entries = [one for one in entries if not one.name.startswith("algorithm/")]
         table = Table.grid(padding=(0, 2))
         names = 2 + max((len(one.name) for one in entries), default=0)

@@ -1,7 +1,7 @@
-"""What is wrong with the arguments of a run that its parser has refused.
+"""Find the mistake in arguments that the parser of a run has refused.
 
-The options are checked one by one, in their order. The parser's own message is used only if this
-finds nothing.
+The options are checked one by one, in their order. If no mistake is found, the parser's own
+message is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .built import cause_of
 from .config_files import MODE, load
 from .defaults import default_of, named, specs
 
-_KINDS = (  # classes that a configuration may name
+_KINDS = (  # base classes of classes in a configuration
     L.Callback,
     L.LightningDataModule,
     nn.Module,
@@ -59,12 +59,12 @@ _LONGEST = 250  # letters of a message of the parser
 
 
 class Given(NamedTuple):
-    """An option as it was given.
+    """An option from the command line or a file.
 
     Attributes:
-        where: The file that has it; nothing for the line.
-        name: Its full name.
-        value: Its value, which is text on the line.
+        where: The file with the option; empty for the command line.
+        name: The full name of the option.
+        value: The value; a text if from the command line.
     """
 
     where: str
@@ -72,12 +72,12 @@ class Given(NamedTuple):
     value: Any
 
     def said(self, message: str) -> str:
-        """Return a message that names the file."""
+        """Return a message with the name of the file."""
         return f"{self.where}: {message}" if self.where else message
 
 
 class _Part(NamedTuple):
-    """The options of a class or function; those of a run itself are of no class."""
+    """The options of a class or function, or of the run itself."""
 
     kind: Any
     names: list[str]
@@ -96,13 +96,13 @@ class _Part(NamedTuple):
 def mistake(
     error: Exception, args: Sequence[str], parser: ArgumentParser, config: Namespace | None = None
 ) -> ConfigurationError:
-    """Return in one line why the arguments of a run were refused.
+    """Return in one line why the arguments of a run are wrong.
 
     Args:
-        error: What the parser has raised.
+        error: The parser's exception.
         args: The arguments.
         parser: The parser of their command.
-        config: What the arguments change; by default the parser's defaults.
+        config: The configuration before the arguments; by default the parser's defaults.
     """
     try:
         _Options(parser, config or parser.get_defaults()).check([*_given(args)])
@@ -115,16 +115,16 @@ def mistake(
 
 
 class _Options:
-    """The options of a run, while its classes are given one after another.
+    """The options of a run, updated for each class in the arguments.
 
     Args:
         parser: The parser of the command.
-        config: The configuration before.
+        config: The configuration before the arguments.
     """
 
     def __init__(self, parser: ArgumentParser, config: Namespace) -> None:
         self._now: dict[str, _Part] = {}
-        self._all: dict[str, None] = {}  # names of options, also of classes that were replaced
+        self._all: dict[str, None] = {}  # names of options, also of replaced classes
         self._set = {
             f"{name}.{option}"
             for name, spec in specs(config)
@@ -149,7 +149,7 @@ class _Options:
 
         Raises:
             UnknownOptionError: There is no option of that name.
-            ConfigurationError: There is no such class, or an option can't have that value.
+            ConfigurationError: There is no such class, or an option does not accept its value.
         """
         for i, one in enumerate(given):
             if not self._has(one.name):
@@ -165,7 +165,7 @@ class _Options:
                 raise ConfigurationError(f"{prefix} requires {', '.join(missing)}")
 
     def _has(self, name: str) -> bool:
-        """Return whether an option may exist: if its class is not known, it may."""
+        """Return whether an option may exist. It may if its class is unknown."""
         prefix = ""
         for part in name.split("."):
             by_name = self._of_each(prefix) is not None
@@ -178,7 +178,7 @@ class _Options:
         return True
 
     def _of_each(self, name: str) -> Any:
-        """Return what an option takes by names that the user gives, such as modifiers; or None."""
+        """Return the type of an option's values by user-given names, as for modifiers, or None."""
         prefix, _, option = name.rpartition(".")
         hint = self._now[prefix].annotation(option) if prefix and prefix in self._now else None
         kinds = (get_args(one)[-1] for one in (hint, *get_args(hint)) if get_origin(one) is dict)
@@ -192,7 +192,7 @@ class _Options:
         return UnknownOptionError(one.said(said), [one.name])
 
     def _note(self, one: Given, check: bool = False) -> None:
-        """Note the class that is given, or check the value of an option."""
+        """Note a given class, or check the value of an option."""
         prefix, _, option = one.name.rpartition(".")
         part, hint = self._now.get(prefix), self._of_each(prefix)
         if (part or hint) is None or (one.value is None and one.name in self._now):
@@ -210,7 +210,7 @@ class _Options:
                 raise ConfigurationError(one.said(f"{one.name}: {error}")) from error
             fits = kind is not None and not (isinstance(kind, type) and not issubclass(kind, kinds))
             later = _is_function(hint)
-            if fits and later and not isinstance(kind, type):  # a function as it is
+            if fits and later and not isinstance(kind, type):  # a function is used as it is
                 self._add(one.name, _Part(kind, []))
                 if wrong:
                     said = f"{text} can't be used: is it a function that declares what it returns?"
@@ -226,18 +226,18 @@ class _Options:
 
 @functools.cache
 def _part(kind: Any, later: bool) -> _Part | None:
-    """Return the options of a class or function, without the first if it is given later."""
+    """Return the options of a class or function, without the first one if ``later``."""
     parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
     add = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
     try:
         add(kind, skip={1} if later else None)
-    except (TypeError, ValueError):  # a constructor that can't be read
+    except (TypeError, ValueError):  # an unreadable constructor
         return None
     return _Part(kind, [*vars(parser.get_defaults())])
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Return whether the parser takes a value for an option with this annotation."""
+    """Return whether an annotation accepts a value."""
     parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
     parser.add_argument("--option", type=hint)
     try:
@@ -252,7 +252,7 @@ def _is_in(name: str, option: str) -> bool:
 
 
 def _given(args: Sequence[str]) -> Iterator[Given]:
-    """Yield the options of a line and of its files.
+    """Yield the options of the arguments and of their files.
 
     Raises:
         ConfigurationError: If an option lacks its value.
@@ -275,7 +275,7 @@ def _given(args: Sequence[str]) -> Iterator[Given]:
 
 
 def _read(text: str, is_config: bool) -> tuple[str, Any]:
-    """Return the file that a value is read from, if there is one, and the value."""
+    """Return the file of a value, if it is read from a file, and the value."""
     if (is_config or text.endswith((".yaml", ".yml"))) and os.path.isfile(text):
         return text, load(Path(text).read_text("utf-8-sig"))
     plain = not is_config and not text.startswith(("{", "["))
@@ -283,7 +283,7 @@ def _read(text: str, is_config: bool) -> tuple[str, Any]:
 
 
 def _inside(where: str, value: Any, name: str) -> Iterator[Given]:
-    """Yield the options in the value of another: each class before its options."""
+    """Yield the options inside the value of another option, each class before its options."""
     if isinstance(value, dict):
         for key in sorted(value, key="class_path".__ne__):
             inner = "" if key in ("class_path", "init_args") else str(key).rstrip("+")
@@ -296,10 +296,10 @@ def _inside(where: str, value: Any, name: str) -> Iterator[Given]:
 
 
 def _found(path: str) -> Any:
-    """Return what a path names, or the class of a short name; ``None`` if there is none.
+    """Return the object of an import path or short name, or ``None``.
 
     Raises:
-        ConfigurationError: If the module that it names can't be imported.
+        ConfigurationError: If the module can't be imported.
     """
     if path.isidentifier():
         return {kind.__name__: kind for kind in _subclasses(_KINDS)}.get(path)
@@ -312,7 +312,7 @@ def _found(path: str) -> Any:
 
 
 def _no_class(name: str) -> str:
-    """Return a message that there is no such class, with the one that may have been meant."""
+    """Return a message that a class does not exist, with a similar name."""
     module, _, last = name.rpartition(".")
     known = {kind.__name__: kind.__name__ for kind in _subclasses(_KINDS)}
     if module:
@@ -326,7 +326,7 @@ def _no_class(name: str) -> str:
 
 
 def _subclasses(kinds: Iterable[type]) -> Iterator[type]:
-    """Yield classes and all their subclasses, except the many modules of other packages."""
+    """Yield classes and all their subclasses, without the modules of other packages."""
     for kind in kinds:
         if not kind.__module__.startswith(("torch.nn.", "torchvision.", "torchmetrics.")):
             yield kind
@@ -334,7 +334,7 @@ def _subclasses(kinds: Iterable[type]) -> Iterator[type]:
 
 
 def _classes(hint: Any) -> Iterator[type]:
-    """Yield the classes that an annotation takes: for a function, that of its result."""
+    """Yield the classes that an annotation accepts: for a function, its result's class."""
     if get_origin(hint) is collections.abc.Callable:
         yield from _classes(get_args(hint)[-1])
     elif isinstance(hint, type) and hint not in _PLAIN:
@@ -345,6 +345,6 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 def _is_function(hint: Any) -> bool:
-    """Return whether an annotation takes a function, so that a class is called later."""
+    """Return whether an annotation accepts a function. Then a class is called later."""
     kinds = (hint, *get_args(hint))
     return any(get_origin(kind) is collections.abc.Callable for kind in kinds)

@@ -1,4 +1,4 @@
-"""The parser of the command line, whose errors are one line."""
+"""The parser of the command line, with errors in one line."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from .mistakes import mistake
 
 
 class FederationParser(LightningArgumentParser):
-    """A parser whose errors are one line, with the option that may have been meant.
+    """A parser that reports errors in one line, with a similar option.
 
-    It accepts ``None`` as ``null``: jsonargparse reads the value of
-    ``--model.client.constraint null`` and passes it to the parser of the client's options as the
-    text ``None``.
+    It accepts ``None`` as ``null``. jsonargparse reads ``--model.client.constraint null`` and
+    passes the text ``None`` to the parser of the client's options.
 
-    Where a class has a ``seed`` that is 0 by default, the default is ``None`` here: that of the
-    run.
+    If a class has a ``seed`` with default 0, the default is ``None`` here: the seed of the run.
     """
 
     def add_class_arguments(self, theclass: type, *more: Any, **options: Any) -> list[str]:
-        """Add the arguments of a class as usual; the help has the ranges in their annotations."""
+        """Add the arguments of a class as usual, with their annotated ranges in the help."""
         added: list[str] = super().add_class_arguments(theclass, *more, **options)
         for action in self._actions:
             if action.dest in added:
@@ -42,9 +40,9 @@ class FederationParser(LightningArgumentParser):
     def get_defaults(self, skip_validation: bool = False, **options: Any) -> Namespace:
         """Return the defaults.
 
-        jsonargparse skips the validation when it is about to parse arguments. It then gets the name
-        of a default class without the defaults of its options: another class would inherit them.
-        It adds the defaults of the class that is chosen in the end.
+        jsonargparse skips the validation before it parses arguments. Then it gets the name of a
+        default class without the defaults of its options, since another class would inherit them.
+        It adds the defaults of the finally chosen class itself.
         """
         defaults = super().get_defaults(skip_validation=skip_validation, **options)
         if skip_validation:
@@ -54,7 +52,7 @@ class FederationParser(LightningArgumentParser):
         return defaults
 
     def dump(self, cfg: Namespace, *more: Any, **options: Any) -> str:
-        """Return the configuration as text, without defaults that text can't express."""
+        """Return the configuration as text, without defaults that have no text form."""
         cfg = cfg.clone()
         drop_untold_defaults(cfg)
         return str(super().dump(cfg, *more, **options))
@@ -70,7 +68,7 @@ class FederationParser(LightningArgumentParser):
     def parse_run(self, args: Sequence[str], commands: Mapping[str, FederationParser]) -> Namespace:
         """Parse the arguments of a run.
 
-        Options of a callback by its class are set last, whatever their place on the line.
+        Options of a callback by its class are set last, independent of their place on the line.
 
         Args:
             args: The arguments.

@@ -1,4 +1,4 @@
-"""What a process of the command line prints, and how it ends."""
+"""The output and the end of a process of the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _format_warning(
 
 
 def quieten() -> None:
-    """Silence what libraries print at every start; print pflight's own warnings as one line."""
+    """Silence startup messages of libraries, and print pflight's warnings in one line."""
     warnings.formatwarning = _format_warning
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -39,7 +39,7 @@ def quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*Checkpoint directory .* exists and is not empty",
         r".*GPU available but not used",
-        r".*Checkpoint\(monitor='val/macro_\w+'\)` could not find",  # not validated yet
+        r".*Checkpoint\(monitor='val/macro_\w+'\)` could not find",  # before the first validation
         r".*The number of training batches .* is smaller than the logging interval",
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -47,7 +47,7 @@ def quieten() -> None:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print one line and exit; other ranks wait for rank 0, which ends them if it fails as well."""
+    """Print one line and exit. Other ranks wait first: rank 0 ends them if it fails as well."""
     rank = getattr(rank_zero_only, "rank", None) or 0
     if rank:
         time.sleep(_RANK_0_FIRST)
@@ -57,7 +57,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
 
 def configuration_error(error: BaseException) -> BaseException | None:
-    """Return the configuration error, pflight's or Lightning's, that caused an exception."""
+    """Return the configuration error, of pflight or Lightning, that caused an exception."""
     kinds = (ConfigurationError, MisconfigurationException)
     return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)
 

@@ -16,27 +16,27 @@ _FORMER = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans
 
 @functools.cache
 def configs() -> dict[str, Path]:
-    """Return the files by the paths that ``--config`` takes: ``configs/quickstart.yaml``, say."""
+    """Return the files by their paths for ``--config``, such as ``configs/quickstart.yaml``."""
     folder = Path(str(files("pflight.configs")))
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
     return {f"configs/{name}": found[name] for name in sorted(found, key=_folders_last)}
 
 
 def summary(config: Path) -> str:
-    """Return the first sentence of the comment that a configuration begins with."""
+    """Return the first sentence of the comment at the top of a configuration."""
     lines = re.match(r"(?:#.*\n)*", config.read_text("utf-8"))
     text = " ".join(line.strip("# ") for line in lines[0].splitlines()) if lines else ""
     return re.split(r"(?<=[.?!]) ", text)[0]
 
 
 def find_config(path: str) -> str | None:
-    """Return the file that ``--config`` means: one of this path, or else one that is shipped."""
+    """Return the file for ``--config``: the path itself, or else a shipped configuration."""
     if os.path.exists(path):
         return path
     name = path.removeprefix("configs/")
     for former, current in _FORMER.items():
         name = name.replace(f"algorithm/{former}.yaml", f"algorithm/{current}.yaml")
-    with suppress(OSError):  # a name that is too long
+    with suppress(OSError):  # the name may be too long
         shipped = files("pflight.configs").joinpath(name)
         if shipped.is_file():
             return str(shipped)
@@ -44,7 +44,7 @@ def find_config(path: str) -> str | None:
 
 
 def no_config(path: str) -> str:
-    """Return a message that there is no such file, with one beside it or shipped that is alike."""
+    """Return a message that a file does not exist, with a similar local or shipped one."""
     beside: list[str] = []
     with suppress(OSError):
         beside = [str(one) for one in Path(path).parent.glob("*.y*ml")]

@@ -1,1 +1,1 @@
-"""Real federations: the run that was simulated, on Flower, with clients on other machines."""
+"""Real federations: a simulated run becomes a run on Flower with clients on other machines."""

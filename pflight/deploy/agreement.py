@@ -1,4 +1,4 @@
-"""What the server of a run and its nodes must agree on before any of them trains."""
+"""The options that the server and its nodes must share before training starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .messages import quoted, shown
 
 _OF_DATA = ("batch_size", "eval_batch_size", "seed", "augmentation")
 _OF_TRAINING = {"epochs": "local_epochs", "steps": "local_steps", "lr_decay": "client_lr_decay"}
-_OUTCOMES = ("network", "initial model")  # of options, by which they are named
+_OUTCOMES = ("network", "initial model")  # they follow from other options
 _OF_HERE = ("engine", "clients_at_once", "client_timeout", "client_memory", "allow_other_data")
 
 
@@ -30,12 +30,12 @@ def agreement_on(
     data: FederatedDataModule,
     config: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return what has to be the same on both sides, option by option, as a digest of each.
+    """Return a digest of each option that both sides must share, by option.
 
     Args:
         federation: The federation, with its client module.
         callback: The server callback.
-        data: The data of the run, of which the options of local training count.
+        data: The data of the run. Only its options of local training count.
         config: Options of the model, by name, as text.
     """
     training = asdict(federation.clients.training)
@@ -59,12 +59,12 @@ def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: st
     """Raise unless two sides agree.
 
     Args:
-        here: What this side has.
-        there: What the other one says.
-        whose: The other side.
+        here: The digests of this side.
+        there: The digests of the other side.
+        whose: The name of the other side.
 
     Raises:
-        ConfigurationError: Naming all that differs.
+        ConfigurationError: If any differ. The message names all of them.
     """
     if (version := there.get("pflight")) != here["pflight"]:
         raise ConfigurationError(
@@ -80,18 +80,18 @@ def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: st
 
 
 def _causes(names: list[str]) -> list[str]:
-    """Return names without those that differ since another does, such as options of a class."""
+    """Return the names of causes, without their consequences, such as the options of a class."""
     causes = [name for name in names if name not in _OUTCOMES] or names
     return [name for name in causes if not any(name.startswith(f"{one}.") for one in causes)]
 
 
 def digest_of(agreement: Mapping[str, str]) -> str:
-    """Return one digest of all that two sides agree on."""
+    """Return one digest of the whole agreement."""
     return _digest(str(sorted(agreement.items())).encode())
 
 
 def server_callback(callbacks: Iterable[Any] | Any) -> ServerCallback:
-    """Return the server callback among those of a configuration, by default FedAvg."""
+    """Return the server callback of a configuration, by default FedAvg."""
     given = (one for one in as_list(callbacks) if isinstance(one, ServerCallback))
     return next(given, None) or FedAvg()
 

@@ -1,4 +1,4 @@
-"""What nodes answer: each answer is checked as a whole before anything of it is used."""
+"""The answers of nodes. Each answer is checked as a whole before any part of it is used."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from .messages import (
 )
 from .node import ANEW, COUNTS, STATE
 
-_SAMPLES = 2**40  # of a client, at most
-_WIDTH = 2**24  # of a network's head, likewise
-_NAMES, _LETTERS = 1_000, 200  # that a client may log, and of each of their names
-_TAKEN = ("val/", "test/", "clients/", "communication/")  # begin names that the server itself logs
+_SAMPLES = 2**40  # at most, for a client
+_WIDTH = 2**24  # at most, for the head of a network
+_NAMES, _LETTERS = 1_000, 200  # at most: the names that a client logs, the letters of each
+_TAKEN = ("val/", "test/", "clients/", "communication/")  # prefixes of the server's own logs
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a node says of its client before it takes part.
+    """The description of a client that its node sends before it takes part.
 
     Attributes:
-        sizes: Its numbers of samples, by split.
-        fingerprint: A number that changes with its samples.
-        counted: Whether its answers are counted right or wrong, by class.
-        head: Of its network, where a method needs it.
-        anew: Whether its client begins anew.
+        sizes: The client's number of samples, by split.
+        fingerprint: A number that changes with the samples.
+        counted: Whether predictions can be counted as right or wrong, by class.
+        head: The head of the network, if the method needs it.
+        anew: Whether the client begins anew.
     """
 
     sizes: dict[Split, int]
@@ -58,31 +58,31 @@ class Description:
 
 
 def begins_anew(answer: RecordDict) -> bool:
-    """Return whether a node says that its client begins anew, and take that out of its answer."""
+    """Return whether the client begins anew, and remove this entry from the answer."""
     numbers = answer.get("numbers")
     return isinstance(numbers, MetricRecord) and numbers.pop(ANEW, 0) == 1
 
 
 def check_answered(answer: RecordDict) -> None:
-    """Raise if a node says that it has failed.
+    """Raise if a node reports a failure.
 
     Raises:
-        MessageError: With the reason.
+        MessageError: If it does, with the reason.
     """
     if failed := words_of(answer, "failed"):
         raise MessageError(failed)
 
 
 def description_in(answer: RecordDict, module: LightningModule, counts: bool) -> Description:
-    """Return what a node says of its client.
+    """Return the description of a client in an answer.
 
     Args:
-        answer: The node's.
-        module: The client module as the server has it.
-        counts: Whether such a module's answers can be counted right or wrong.
+        answer: The answer of the node.
+        module: The server's copy of the client module.
+        counts: Whether the module's predictions can be counted as right or wrong.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the answer is invalid, with the reason.
     """
     sizes = {split: f"samples.{split}" for split in SPLITS}
     anew = begins_anew(answer)
@@ -116,14 +116,14 @@ def _head_in(answer: RecordDict, module: LightningModule) -> Head | None:
 
 
 def _may_be_head(head: Head, module: LightningModule) -> bool:
-    """Return whether a head is the one that a module names, or a linear layer, of its sizes."""
+    """Return whether a head is the module's named head or a linear layer, with valid sizes."""
     named, parts = named_head(module), dict(module.named_modules())
     part = parts.get(head.name)
     if part is None or named not in (None, head.name) or head.name.startswith(EXTRA):
         return False
     if not isinstance(part, nn.Linear):
         return named is not None and min(head[1:]) >= 0 and max(head[1:]) <= _WIDTH
-    times = head.width // part.in_features  # it is applied to so many vectors of a sample
+    times = head.width // part.in_features  # the layer is applied to this many vectors of a sample
     sizes = times * part.in_features, times * part.out_features
     return times > 0 and head[1:] == sizes and max(sizes) <= _WIDTH
 
@@ -131,15 +131,15 @@ def _may_be_head(head: Head, module: LightningModule) -> bool:
 def update_in(
     answer: RecordDict, like: Mapping[str, Tensor], idle: bool
 ) -> tuple[dict[str, Tensor], Logs] | None:
-    """Return the entries that a node sends of a client's model, and what its module has logged.
+    """Return the returned entries of a client's model, and the logs of its module.
 
     Args:
-        answer: The node's.
-        like: What is asked for, as tensors of the same types and shapes.
-        idle: Whether the client has nothing to train on, so that it may send nothing.
+        answer: The answer of the node.
+        like: Tensors with the expected names, types and shapes.
+        idle: Whether the client has no samples to train on. Then it may send nothing.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the answer is invalid, with the reason.
     """
     if not count_of(answer, "answered", most=1):
         check_parts(answer, ("answered",))
@@ -165,15 +165,15 @@ def _logs_in(answer: RecordDict) -> Logs:
 
 
 def losses_in(answer: RecordDict, num_models: int, num_samples: int) -> list[float]:
-    """Return a client's mean losses; NaN where one is not finite, or of no samples.
+    """Return a client's mean losses. A loss is NaN if it is not finite or without samples.
 
     Args:
-        answer: Its node's.
-        num_models: At how many models.
-        num_samples: Of how many samples.
+        answer: The answer of the client's node.
+        num_models: The number of models.
+        num_samples: The number of samples.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the answer is invalid, with the reason.
     """
     names = [nth("loss", k) for k in range(num_models)]
     check_parts(answer, names)
@@ -186,15 +186,15 @@ def losses_in(answer: RecordDict, num_models: int, num_samples: int) -> list[flo
 def counts_in(
     answer: RecordDict, like: Mapping[str, Mapping[str, Tensor]], num_samples: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Return what a client's node has counted of its models.
+    """Return the counts of a client's models.
 
     Args:
-        answer: The node's.
-        like: For each model, tensors of the same types and shapes.
-        num_samples: Of how many samples.
+        answer: The answer of the node.
+        like: Tensors with the expected types and shapes, by model.
+        num_samples: The number of samples.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the answer is invalid, with the reason.
     """
     groups = {model: f"{model}{COUNTS}" for model in like}
     check_parts(answer, groups={*groups.values()})
@@ -214,16 +214,16 @@ def counts_in(
 def values_in(
     answer: RecordDict, client: int, models: Collection[str], judges: bool
 ) -> dict[str, ClientValues]:
-    """Return what a client's module has logged of its models.
+    """Return the logs of a client's models.
 
     Args:
-        answer: Its node's.
+        answer: The answer of the client's node.
         client: The client.
-        models: Which models.
-        judges: Whether the module has a step of its own in which it can log.
+        models: The models.
+        judges: Whether the module has its own evaluation step, which can log.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the answer is invalid, with the reason.
     """
     starts = {model: f"{model}value." for model in models}
     ways = {model: (f"{model}higher", f"{model}lower") for model in models}
@@ -259,10 +259,10 @@ def _values(
 
 
 def odd_ones(judged: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """Return the clients that don't agree with most others on which values are better, and why.
+    """Return the clients that disagree with the majority about the better values, and why.
 
     Args:
-        judged: What each client's module has logged of its models, or its node has counted.
+        judged: The logs or counts of each client, by model.
     """
     said = [
         (client, name, values.higher_is_better.get(name))
@@ -283,7 +283,7 @@ def odd_ones(judged: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _check_names(names: Collection[str], taken: Iterable[str] = ()) -> None:
-    """Raise unless these are names that can be logged."""
+    """Raise unless these names can be logged."""
     if len(names) > _NAMES:
         raise MessageError(f"it logged {len(names)} values, which are too many")
     for name in names:

@@ -1,4 +1,4 @@
-"""What a server believes of its nodes: bounds of what they send, and of what they weigh."""
+"""The server's trust in its nodes: bounds for their updates and for their weights."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from pflight.command.deploy_command import MAX_SAMPLES
 
 from .messages import MessageError
 
-_GROWTH = 1e3  # times the norm of the model, or 1, that an update may have
-_STEPS = 10**9  # by which a counter may grow
-_APART = 10.0  # times the median of the round that a statistic may have
-_LEAST = 1e-12  # share that is left for others
+_GROWTH = 1e3  # largest norm of an update, relative to that of the model, or to 1
+_STEPS = 10**9  # largest growth of a counter
+_APART = 10.0  # largest norm of a statistic, relative to the median of the round
+_LEAST = 1e-12  # smallest share that is left for others
 _VARIANCE = re.compile(r"(^|\.)running_var$")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds that a server's operator sets.
+    """Bounds set by the operator of the server.
 
     Attributes:
-        max_samples: Samples that a client may have in a split.
-        max_share: Share that a client may have of the weight of a mean; ``None`` for no bound.
+        max_samples: Largest number of samples of a client in a split.
+        max_share: Largest share of a client in the weights of a mean; ``None`` for no bound.
     """
 
     max_samples: int = MAX_SAMPLES
     max_share: float | None = None
 
     def capped(self, counts: Tensor) -> Tensor:
-        r"""Return weights ``[C]`` of which none has more than its share of their sum.
+        r"""Return weights ``[C]``, each at most ``max_share`` of their sum.
 
-        They are :math:`\min(n_i, \tau)` with the largest :math:`\tau` for which that holds, and
-        equal where none does.
+        They are :math:`\min(n_i, \tau)` with the largest valid :math:`\tau`. If there is no such
+        :math:`\tau`, they are equal.
 
         Example:
             >>> Bounds(max_share=0.5).capped(torch.tensor([1000, 10, 10, 10])).tolist()
@@ -59,21 +59,21 @@ class Bounds:
 
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
-    """Return the Euclidean norm of tensors together, which never overflows."""
+    """Return the Euclidean norm of all tensors together, without overflow."""
     return math.hypot(*(float(tensor.double().norm()) for tensor in tensors))
 
 
 def check_update(update: Mapping[str, Tensor], sent: Mapping[str, Tensor], gradient: bool) -> None:
-    r"""Raise if an update is too large, or no such client can have made it.
+    r"""Raise if an update is too large or impossible.
 
     Args:
-        update: What a client's node sends of a model, or a gradient.
-        sent: What it was sent, of the same entries.
-        gradient: Whether parameters are gradients.
+        update: Entries of a model, or a gradient, from a client's node.
+        sent: The same entries, as the server sent them.
+        gradient: Whether the parameters are gradients.
 
     Raises:
-        MessageError: If its norm is over :math:`10^3 \max(1, \|\theta\|)`, a counter is negative or
-            has grown by more than :math:`10^9`, or a variance is negative.
+        MessageError: If the norm is over :math:`10^3 \max(1, \|\theta\|)`, a counter is negative
+            or has grown by more than :math:`10^9`, or a variance is negative.
     """
     before, changes = [], []
     for name, value in update.items():
@@ -94,16 +94,16 @@ def check_update(update: Mapping[str, Tensor], sent: Mapping[str, Tensor], gradi
 
 
 def outliers(statistics: Mapping[int, Mapping[str, Tensor]], floor: float) -> dict[int, str]:
-    """Return the clients of a round that send a statistic of ten times the others' norm, and why.
+    """Return the clients with a statistic over ten times the median norm, and why.
 
     Args:
-        statistics: What each client sends beside its model, by name.
-        floor: A norm that is never too large.
+        statistics: The entries that each client sends beside its model, by name.
+        floor: Norms up to this value are never too large.
     """
     found: dict[int, str] = {}
     for name in dict.fromkeys(name for own in statistics.values() for name in own):
         norms = {i: norm_of([own[name]]) for i, own in statistics.items() if name in own}
-        median = float(torch.tensor([*norms.values()], dtype=torch.double).median())  # the lower
+        median = float(torch.tensor([*norms.values()], dtype=torch.double).median())  # lower median
         found |= {
             i: f"its {name} has norm {norm:.2g}, where the round's median is {median:.2g}"
             for i, norm in norms.items()

@@ -1,4 +1,4 @@
-"""Certificates for the server, and keys for its nodes."""
+"""Make certificates for the server, and keys for its nodes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pflight.runs.files import replacing
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
-    """Write an authority's certificate, and a certificate that it gives to a server.
+    """Write the certificates of an authority and of a server.
 
-    An authority that is in the folder already goes on, so that its nodes need no other ``ca.pem``.
+    An existing authority in the folder is kept. Then nodes keep their ``ca.pem``.
 
     Args:
-        folder: Gets ``ca.pem``, which nodes need; ``ca.key``; ``server.pem`` and ``server.key``.
-        hosts: Names and addresses under which nodes reach the server.
-        days: Days for which the server's certificate is good.
+        folder: Gets ``ca.pem`` for nodes, ``ca.key``, ``server.pem`` and ``server.key``.
+        hosts: Names and addresses of the server, as nodes reach it.
+        days: Days until the server's certificate expires.
 
     Raises:
-        ConfigurationError: If the folder has but half an authority, a host is none, or nothing
-            can be written there. Nothing is written then.
+        ConfigurationError: If the authority's key or certificate is missing, a host is invalid,
+            or the folder is not writable. Then nothing is written.
     """
     root, key = folder / "ca.pem", folder / "ca.key"
     if root.exists() != key.exists():
@@ -59,13 +59,13 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> No
 
 
 def make_key(path: Path) -> Path:
-    """Write a node's private key to a file, and its public key to one that ends in ``.pub``.
+    """Write a node's private key to a file, and its public key to a ``.pub`` file.
 
     Returns:
-        The public key's file.
+        The file of the public key.
 
     Raises:
-        ConfigurationError: If there is a key already.
+        ConfigurationError: If a key already exists.
     """
     if path.exists():
         raise ConfigurationError(f"{path} exists: a node keeps its key, by which it is known")
@@ -80,7 +80,7 @@ def make_key(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, as a whole or not at all."""
+    """Write a file atomically. Only its owner can read it."""
     with replacing(path) as partial:
         partial.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -89,10 +89,10 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Make a server's certificates, or a node's key.
+    """Make the certificates of a server, or the key of a node.
 
     Args:
-        given: What ``pflight deploy certificates`` was given.
+        given: The options of ``pflight deploy certificates``.
     """
     if given.key is not None:
         public = make_key(given.folder / f"{given.key}.key")
@@ -107,10 +107,10 @@ def run(given: argparse.Namespace) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, unless there is one.
+    """Make a folder unless it exists.
 
     Raises:
-        ConfigurationError: If nothing can be written there.
+        ConfigurationError: If the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,14 +121,14 @@ def make_folder(folder: Path) -> None:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raise unless two files have a certificate and its private key.
+    """Raise unless two files hold a certificate and its private key.
 
     Raises:
-        ConfigurationError: Naming them.
+        ConfigurationError: If they don't. The message names the files.
     """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=bytes)
-    except OSError as error:  # among them those of TLS
+    except OSError as error:  # includes TLS errors
         reason = error.strerror if error.filename else getattr(error, "reason", None) or error
         raise ConfigurationError(
             f"{certificate} and {key} are no certificate and its key: {reason}"
@@ -136,27 +136,27 @@ def check_pair(certificate: Path, key: Path) -> None:
 
 
 def trusting(root: Path) -> ssl.SSLContext:
-    """Return what trusts an authority alone.
+    """Return a TLS context that trusts only one authority.
 
     Args:
-        root: Its certificate.
+        root: The certificate of the authority.
 
     Raises:
-        ConfigurationError: If the file has none.
+        ConfigurationError: If the file holds no certificate.
     """
     try:
         root.read_bytes()
         return ssl.create_default_context(cafile=str(root))
-    except OSError as error:  # among them those of TLS
+    except OSError as error:  # includes TLS errors
         reason = error.strerror if error.filename else "it has no certificate"
         raise ConfigurationError(f"{root} is not the server's ca.pem: {reason}") from error
 
 
 def check_name(address: str) -> None:
-    """Raise unless an address's host has a name that is known.
+    """Raise unless the host of an address can be resolved.
 
     Raises:
-        ConfigurationError: Naming it.
+        ConfigurationError: If it can't. The message names the host.
     """
     host = _parted(address)[0]
     try:
@@ -174,7 +174,7 @@ def check_server(address: str, root: Path) -> bool:
     """Return whether a server answers at an address.
 
     Raises:
-        ConfigurationError: If it can't show that it is the one that the certificate names.
+        ConfigurationError: If the server can't prove its identity with the certificate.
     """
     context, there = trusting(root), _parted(address)
     try:
@@ -185,7 +185,7 @@ def check_server(address: str, root: Path) -> bool:
             f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "
             "the server's certificate"
         ) from error
-    except ssl.SSLEOFError:  # of a gate before a server that is not there
+    except ssl.SSLEOFError:  # from a proxy whose server is down
         return False
     except ssl.SSLError as error:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A node of a deployed federation: it holds one client, and waits for messages of a server."""
+"""A node of a deployed federation. It holds one client and answers messages of the server."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from .processes import ProcessEndedError, ended_by_signals
 from .supernode import LostServerError, serve, supernode
 
 _REFUSED = "Failed to activate SuperNode"
-_SHORT = 30.0  # seconds in which a SuperNode that can't run ends
-_LOOK = 2.0  # seconds from one look for the server to the next
-_WATCH = 10.0  # likewise, while a SuperNode is connected to it
-_REMIND = 60.0  # seconds from one line on a server that is not there to the next
-_AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
+_SHORT = 30.0  # seconds until a SuperNode that can't run has ended
+_LOOK = 2.0  # seconds between two looks for the server
+_WATCH = 10.0  # likewise, while a SuperNode is connected
+_REMIND = 60.0  # seconds between two messages about a missing server
+_AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two attempts to connect, and for all of them
 
 
 class NodeCLI(FederationCLI):
-    """Reads the configuration of a run at a node, and trains nothing.
+    """Reads the configuration of a run at a node, without training.
 
     Args:
-        args: Arguments, with ``fit`` as the first.
-        folder: Where the client's memory is kept.
-        own: Which client of the configured data this node has.
+        args: Arguments. The first is ``fit``.
+        folder: The folder of the client's memory.
+        own: The index of this node's client in the configured data.
         anew: As in :class:`~pflight.deploy.node.Node`.
 
     Attributes:
-        node: What answers messages.
+        node: The node, which answers messages.
     """
 
     node: Node
@@ -63,15 +63,15 @@ class NodeCLI(FederationCLI):
         super().__init__(args)
 
     def before_instantiate_classes(self) -> None:
-        """Pass the seed on; there is no run folder here."""
+        """Pass the seed on. A node has no run folder."""
         self._pass_seed()
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make a Trainer that does nothing: the node has one of its own."""
+        """Make a Trainer that does nothing, since the node makes its own."""
         return L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
     def fit(self, **kwargs: Any) -> None:
-        """Make the node, which waits for messages."""
+        """Make the node instead of training."""
         config = self.config[self.config.subcommand]
         given = self._get(self.config_init, "trainer")
         if not isinstance(self.model, Federation):
@@ -89,13 +89,13 @@ class NodeCLI(FederationCLI):
 
 
 def run(given: argparse.Namespace) -> None:
-    """Be a node, until a signal comes.
+    """Run a node until a signal arrives.
 
     Args:
-        given: What ``pflight deploy client`` was given.
+        given: The options of ``pflight deploy client``.
 
     Raises:
-        ConfigurationError: If files are missing, or the server can't be trusted or refuses.
+        ConfigurationError: If files are missing, or the server is not trusted or refuses.
     """
     check_name(given.server)
     trusting(given.ca)
@@ -120,7 +120,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _serve(node: Node, given: argparse.Namespace) -> None:
-    """Answer messages of the server, each time that there is one."""
+    """Answer messages whenever the server is available."""
     with tempfile.TemporaryDirectory(prefix="pflight-") as folder:
         own = Path(folder)
         make_certificates(own, [], days=3650)
@@ -149,11 +149,11 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Looks for the server beside what goes on, since a SuperNode that misses it may wait for ever.
+    """Watches the server in the background, since a SuperNode without it may wait forever.
 
     Args:
-        server: Its address.
-        ca: Certificate of the authority that it is trusted by.
+        server: The address of the server.
+        ca: The certificate of the server's authority.
     """
 
     def __init__(self, server: str, ca: Path) -> None:
@@ -162,34 +162,34 @@ class Watch:
         self._done = threading.Event()
 
     def __enter__(self) -> Watch:
-        """Begin to look."""
+        """Start watching."""
         threading.Thread(target=self._look, name="watch", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End it."""
+        """Stop watching."""
         self._done.set()
 
     def _look(self) -> None:
         while not self._done.wait(_WATCH):
-            with suppress(ConfigurationError):  # which who connects next meets again
+            with suppress(ConfigurationError):  # the next connection meets the same error
                 if check_server(*self._where):
                     self._seen = time.monotonic()
 
     def misses(self) -> bool:
-        """Return whether the server was not there for so long that it misses this node, too."""
+        """Return whether the server was away for so long that it has lost this node, too."""
         return time.monotonic() - self._seen > _REMIND
 
 
 def wait_for(server: str, ca: Path) -> None:
-    """Wait until there is a server.
+    """Wait until the server answers.
 
     Args:
-        server: Its address.
-        ca: Certificate of the authority that it is trusted by.
+        server: The address of the server.
+        ca: The certificate of the server's authority.
 
     Raises:
-        ConfigurationError: If it can't be trusted.
+        ConfigurationError: If the server is not trusted.
     """
     begun, said = time.monotonic(), -math.inf
     while not check_server(server, ca):
@@ -201,9 +201,9 @@ def wait_for(server: str, ca: Path) -> None:
 
 
 def _say_why(said: str, key: Path, failing: float) -> None:
-    """Say why a node is not connected; raise if that has lasted too long to try again.
+    """Print why a node is not connected, or raise after too many attempts.
 
-    A node that was killed is let in only when the server has missed it.
+    A node that was killed can return once the server has noticed its loss.
     """
     refused = _REFUSED in said
     if refused:

@@ -1,4 +1,4 @@
-"""What ``pflight deploy`` does; errors that a user can mend are one line."""
+"""Run ``pflight deploy``, with one line for each error that a user can fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pflight.runs.allocator import keep_freed_memory
 
 
 def deploy(options: argparse.Namespace) -> None:
-    """Run ``pflight deploy``; Flower is imported by those of its commands that need it."""
+    """Run ``pflight deploy``. A command imports Flower only if it needs it."""
     keep_freed_memory()  # this process belongs to the run
     try:
         if not (find_spec("flwr") and find_spec("trustme")):

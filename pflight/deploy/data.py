@@ -1,4 +1,4 @@
-"""A deployed federation's data: of one client at its node, and what the server knows of all."""
+"""The data of a deployed federation: samples at each node, their numbers at the server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pflight.errors import ConfigurationError
 
 
 class OwnData(WrappedData):
-    """One client's samples as its node has them; all other clients have none.
+    """The samples of one client, at its node. All other clients have no samples.
 
-    Random numbers are those of its id in the federation, as where all clients are simulated.
+    Random numbers depend on the client's id in the federation, as in a simulation.
 
     Args:
-        data: The node's data, of one client or of many.
-        own: Which of the clients in ``data`` it is.
-        place: Its id in the federation.
-        num_clients: How many clients the federation has.
+        data: The node's data, with one client or many.
+        own: The client's id in ``data``.
+        place: The client's id in the federation.
+        num_clients: The number of clients in the federation.
     """
 
     clusters = None
@@ -38,32 +38,32 @@ class OwnData(WrappedData):
         self.place, self.num_clients = place, num_clients
 
     def origin(self, client: int) -> int:
-        """Return the id of the one client that is here in the node's data.
+        """Return the id of this node's client in the node's data.
 
         Raises:
-            ConfigurationError: If it is another client.
+            ConfigurationError: If ``client`` belongs to another node.
         """
         if client != self.place:
             raise ConfigurationError(f"the samples of client {client} are on another machine")
         return self.own
 
     def taken(self, values: Tensor) -> Tensor:
-        """Return the client's values at its place, ``[num_clients, ...]``: 0 for all others."""
+        """Return the client's values in its row, 0 for all others, ``[num_clients, ...]``."""
         placed = values.new_zeros((self.num_clients, *values.shape[1:]))
         placed[self.place] = values[self.own]
         return placed
 
 
 class NodeData(FederatedDataModule):
-    """What a server knows of its clients' data: how many samples there are.
+    """The data of all clients as the server knows them: numbers of samples only.
 
-    The samples stay with the nodes. A client of which nothing is known yet has none.
+    The samples stay with the nodes. Unknown clients have no samples.
 
     Args:
         **options: As for :class:`~pflight.datamodules.FederatedDataModule`.
 
     Attributes:
-        known: The clients of which something is known.
+        known: The clients that have described their data.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class NodeData(FederatedDataModule):
         self.known: dict[int, tuple[dict[Split, int], int]] = {}
 
     def know(self, client: int, sizes: dict[Split, int], fingerprint: int) -> None:
-        """Take what a node has said of its data.
+        """Store a node's description of its data.
 
         Args:
-            client: Whose they are.
-            sizes: Its numbers of samples, by split.
-            fingerprint: A number that changes with its samples.
+            client: The client's id.
+            sizes: The client's number of samples, by split.
+            fingerprint: A number that changes with the samples.
         """
         self.known[client] = sizes, fingerprint
         for name in ("train_clients", "cohorts"):
@@ -102,15 +102,15 @@ class NodeData(FederatedDataModule):
         return self._of_all({client: sizes[split] for client, (sizes, _) in self.known.items()})
 
     def samples(self, client: int, split: Split) -> Any:
-        """Raise, since no samples are here.
+        """Raise, since the server has no samples.
 
         Raises:
-            ConfigurationError: Naming the client.
+            ConfigurationError: Always. The message names the client.
         """
         raise ConfigurationError(f"the {split} samples of client {client} are on its own machine")
 
     def class_counts(self, split: Split = "train", num_classes: int | None = None) -> Tensor:
-        """Raise, since no labels are here.
+        """Raise, since the server has no labels.
 
         Raises:
             ConfigurationError: Always.
@@ -119,11 +119,11 @@ class NodeData(FederatedDataModule):
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether samples are at hand: no."""
+        """Whether :meth:`samples` is defined: never, since the server has no samples."""
         return False
 
     def fingerprint(self) -> Tensor:
-        """Return what each node gives as its samples' fingerprint."""
+        """Return the fingerprint of each node's samples."""
         return self._of_all({client: number for client, (_, number) in self.known.items()})
 
     def _of_all(self, numbers: dict[int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A server and its nodes on one machine, for a look."""
+"""A demonstration: a server and its nodes on one machine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .processes import end_with_parent, ended_by_signals, free_port
 
 _OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
 _ROUNDS = ("--trainer.max_epochs", "5")
-_PATIENCE = 20.0  # seconds for all of them to end
+_PATIENCE = 20.0  # seconds until all processes have ended
 
 
 def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int:
-    """Run a federation on this machine; return the server's exit status.
+    """Run a federation on this machine, and return the server's exit status.
 
     Args:
-        num_nodes: Number of nodes, each of which is a client of the same data.
-        folder: Where all of them keep their things; by default one that is removed at the end.
-        rest: Options of ``pflight fit``; by default Ditto on handwritten digits, five rounds.
+        num_nodes: Number of nodes. Each is a client of the same data.
+        folder: The folder for all files; by default a temporary one, removed at the end.
+        rest: Options of ``pflight fit``; by default five rounds of Ditto on handwritten digits.
     """
     with ExitStack() as until_done:
         if folder is None:
@@ -40,7 +40,7 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
         certificates = folder / "certificates"
         make_certificates(certificates, [])
         nodes = certificates / "nodes"
-        shutil.rmtree(nodes, ignore_errors=True)  # there may have been more before
+        shutil.rmtree(nodes, ignore_errors=True)  # an earlier run may have had more
         nodes.mkdir()
         port = free_port()
         given = rest or [*_OPTIONS, *_ROUNDS]
@@ -69,13 +69,13 @@ def _start(arguments: Sequence[object], log: IO[bytes] | None) -> subprocess.Pop
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        start_new_session=True,  # so that a Ctrl-C ends them one after the other
+        start_new_session=True,  # Ctrl-C then ends them one after the other
         preexec_fn=end_with_parent,
     )
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all, none of which waits for another."""
+    """End all processes at the same time."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
     end = time.monotonic() + _PATIENCE
@@ -91,7 +91,7 @@ def run(given: argparse.Namespace) -> None:
     """Run a federation on this machine, and exit with its server's status.
 
     Args:
-        given: What ``pflight deploy demo`` was given.
+        given: The options of ``pflight deploy demo``.
     """
     with ended_by_signals():
         sys.exit(demonstrate(given.nodes, given.folder, given.run_options))

@@ -1,7 +1,7 @@
-"""Flower's private interfaces: all that is used here and that Flower does not document.
+"""Flower's private interfaces: everything that pflight uses and Flower does not document.
 
-Other modules import them from here. ``tests/deploy/test_flower.py`` says what is expected of each,
-so that a release of Flower that changes one fails there.
+Other modules import them from here. ``tests/deploy/test_flower.py`` checks each of them, so a
+release of Flower with changes fails there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 LOOK = 0.2
-"""Seconds from one look at what has arrived to the next."""
+"""Seconds between two looks for arrived messages."""
 APP = """\
 [project]
 name = "pflight-federation"
@@ -97,7 +97,7 @@ publisher = "pflight"
 serverapp = "none:server"
 clientapp = "none:client"
 """
-"""A Flower app without code: both sides run what they have installed."""
+"""A Flower app without code, since both sides run their installed code."""
 ACTIVATE = "/v1/fleet/activate-node"
 FLEET = frozenset(
     f"/v1/fleet/{call}"
@@ -114,21 +114,21 @@ FLEET = frozenset(
         "confirm-message-received",
     )
 )
-"""The calls of a SuperLink that a node makes."""
+"""The calls of nodes to a SuperLink."""
 KEY_HEADER = FLEET_HTTP_PUBLIC_KEY_HEADER.encode()
-"""In which a node says who it is, base64; its signature is in another."""
+"""The header with a node's public key, in base64. Its signature is in another header."""
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _HERE = "http://localhost"
-_TIMEOUT = 30.0  # seconds, as Flower's
+_TIMEOUT = 30.0  # seconds, as in Flower
 
 C = TypeVar("C", ControlHttpClient, RuntimeHttpClient)
 
 
 class Authority:
-    """A certificate authority, by which connections are trusted.
+    """A certificate authority that makes connections trusted.
 
     Args:
-        root: Its certificate, PEM.
+        root: The authority's certificate, as PEM.
     """
 
     def __init__(self, root: Path) -> None:
@@ -137,12 +137,12 @@ class Authority:
     def runtime(
         self, address: str, secret: bytes | None = None, token: str = ""
     ) -> RuntimeHttpClient:
-        """Return a connection to a runtime: of a SuperLink, or of a SuperNode.
+        """Return a connection to the runtime of a SuperLink or SuperNode.
 
         Args:
-            address: Of the runtime.
-            secret: What only the executor of tasks knows, to acquire one.
-            token: Of a task, to work on it.
+            address: The address of the runtime.
+            secret: The secret of the task executor; needed to acquire a task.
+            token: The token of a task; needed to work on it.
         """
         interceptors = [_version()]
         if secret is not None:
@@ -153,7 +153,7 @@ class Authority:
 
 
 class Owner:
-    """Connections to one's own SuperLink, by a socket that others don't reach.
+    """Connections to this process's own SuperLink, through a private socket.
 
     Args:
         path: The Unix socket.
@@ -163,22 +163,22 @@ class Owner:
         self._path = path
 
     def runtime(self, secret: bytes) -> RuntimeHttpClient:
-        """Return a connection to its runtime that acquires tasks."""
+        """Return a connection to the runtime, which acquires tasks."""
         interceptors = [_version(), _executor(secret)]
         return self._through(RuntimeHttpClient(_HERE, interceptors=interceptors))
 
     def control(self) -> ControlHttpClient:
-        """Return a connection to its control."""
+        """Return a connection to the control API."""
         return self._through(ControlHttpClient(_HERE, interceptors=[_version()]))
 
     def grid(self, token: str) -> HttpGrid:
-        """Return the nodes of the task with a token."""
+        """Return the grid of the task with a token."""
         grid = HttpGrid("localhost", True, token=token)
         grid._client = self.task(token, grid._retry_invoker)
         return grid
 
     def task(self, token: str, retry: Any = None) -> RuntimeHttpClient:
-        """Return a connection to work on the task with a token; by default, nothing is retried."""
+        """Return a connection for the task with a token. By default, nothing is retried."""
         interceptors = [_version(), RuntimeTokenHttpInterceptor(token)]
         client = RuntimeHttpClient(_HERE, interceptors=interceptors, retry_invoker=retry)
         return self._through(client)
@@ -199,14 +199,14 @@ def _executor(secret: bytes) -> Any:
 
 
 def superlink_app(secret: bytes) -> tuple[Any, Callable[[bytes], bool]]:
-    """Return a SuperLink as an ASGI app, and what says whether a public key is that of a node.
+    """Return a SuperLink as an ASGI app, and a function that tells whether a public key is known.
 
-    It checks the signatures of nodes, and keeps all in memory.
+    The app checks the signatures of nodes, and stores nothing on disk.
 
     Args:
-        secret: By which the executor of its tasks is known.
+        secret: The secret of the executor of its tasks.
     """
-    from flwr.superlink.main import create_app  # which a node does not need
+    from flwr.superlink.main import create_app  # a node does not need this import
 
     app = create_app()
     app.state.enable_supernode_auth = True
@@ -219,20 +219,20 @@ def superlink_app(secret: bytes) -> tuple[Any, Callable[[bytes], bool]]:
 
 
 def start_run(control: ControlHttpClient, app: str = APP) -> int:
-    """Have a SuperLink run an app, which is the text of its ``pyproject.toml``; return its id."""
+    """Start a run from the text of an app's ``pyproject.toml``, and return the run's id."""
     content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
 
 
 class Heartbeat:
-    """Tells Flower that a task goes on; unlike Flower's own, it never interrupts the process.
+    """Tells Flower that a task is alive. Unlike Flower's own, it never interrupts the process.
 
-    As a context manager it does so until the end.
+    As a context manager it stops at the end of the block.
 
     Args:
         client: The connection to the task's runtime.
-        every: Seconds from one to the next, of which Flower misses five.
+        every: Seconds between two beats. Flower tolerates five missing beats.
     """
 
     def __init__(self, client: RuntimeHttpClient, every: float = 10.0) -> None:
@@ -248,13 +248,13 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while True:
-            with suppress(httpx.HTTPError):  # who sends or asks next sees that Flower is gone
+            with suppress(httpx.HTTPError):  # the next call to Flower reports the loss
                 self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
             if self._done.wait(self._every):
                 return
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the heartbeat."""
         self._done.set()
         self._thread.join()
 
@@ -262,9 +262,9 @@ class Heartbeat:
 def pull_message(
     node: Node, run_id: int, client: RuntimeHttpClient, tree: ObjectTree, end: float = math.inf
 ) -> Message:
-    """Return a message whose parts have come or, until the end, are about to come.
+    """Return a message, and wait for its parts until ``end``.
 
-    Flower itself waits minutes for the rest of one whose node was killed as it sent it.
+    Flower itself waits minutes for the rest of a message if the sending node was killed.
     """
     pull = make_pull_object_fn_protobuf(client.PullObject, node, run_id)
 
@@ -285,7 +285,7 @@ def pull_message(
     )
     message = inflate_object_from_contents(tree.object_id, contents)
     assert isinstance(message, Message)
-    message.metadata.__dict__["_message_id"] = tree.object_id  # which it does not carry itself
+    message.metadata.__dict__["_message_id"] = tree.object_id  # the message does not carry its id
     make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run_id)(
         tree.object_id
     )

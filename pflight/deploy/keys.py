@@ -1,4 +1,4 @@
-"""The keys by which nodes are known."""
+"""The keys that identify nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .flower import public_key_to_bytes
 
 
 def node_key(path: Path) -> bytes:
-    """Return a node's public key as Flower knows it.
+    """Return a node's public key in Flower's format.
 
     Raises:
-        ConfigurationError: If the file has none.
+        ConfigurationError: If the file holds no such key.
     """
     try:
         key = load_ssh_public_key(path.read_bytes())
@@ -35,10 +35,10 @@ def node_key(path: Path) -> bytes:
 
 
 def check_private_key(path: Path) -> None:
-    """Raise unless a file has a node's private key.
+    """Raise unless a file holds a node's private key.
 
     Raises:
-        ConfigurationError: If there is none, or none that can be read.
+        ConfigurationError: If the key is missing or unreadable.
     """
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
@@ -52,7 +52,7 @@ def keys_in(folder: Path) -> dict[str, bytes]:
     """Return the nodes' public keys by file name, in the order of the clients' ids.
 
     Raises:
-        ConfigurationError: If there are none, one can't be read, or two are the same.
+        ConfigurationError: If there are no keys, a key is unreadable, or two keys are equal.
     """
     keys = {path.name: node_key(path) for path in sorted(folder.glob("*.pub"))}
     if not keys:

@@ -1,10 +1,9 @@
-"""Flower's SuperLink, whose nodes come by TLS, and whose control nobody but its owner reaches.
+"""Flower's SuperLink with TLS for nodes, and with a control API for its owner only.
 
     python -m pflight.deploy.link HOST PORT CERTIFICATES FOLDER
 
-Flower's own command answers everybody who reaches its port, also where runs are started and nodes
-are taken out. Here the port has the calls of nodes alone; all others go through a Unix socket in a
-folder of the owner's.
+Flower's own command lets everybody who reaches its port start runs and remove nodes. Here the port
+accepts only the calls of nodes. All other calls use a Unix socket in the owner's folder.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .flower import ACTIVATE, FLEET, KEY_HEADER, superlink_app
 
 SOCKET, SECRET = "socket", "secret"
-"""In the folder: where the owner asks, and what the executor of tasks knows."""
-_SECONDS = 30  # for which a connection may be idle
-_CONNECTIONS = 1000  # at a time
-_SMALL = 4096  # bytes of a call by which a node introduces itself
-_END = 2  # seconds for those that are open at the end
+"""Files in the folder: the owner's socket, and the secret of the task executor."""
+_SECONDS = 30  # until an idle connection is closed
+_CONNECTIONS = 1000  # at most, at the same time
+_SMALL = 4096  # bytes of an unknown node's call to activate, at most
+_END = 2  # seconds for connections that are open at shutdown
 
 
 class NodesOnly:
-    """Passes on the calls of nodes whose keys are known, and refuses all others unread.
+    """Forwards the calls of known nodes, and refuses all others unread.
 
     Args:
-        app: What answers them, and checks their signatures.
-        knows: Says whether a public key is that of a node.
+        app: The app that answers the calls and checks their signatures.
+        knows: Returns whether a public key belongs to a known node.
     """
 
     def __init__(self, app: ASGIApp, knows: Callable[[bytes], bool]) -> None:
@@ -56,7 +55,7 @@ class NodesOnly:
             await send({"type": "websocket.close"})
 
     def _refused(self, scope: Scope) -> int | None:
-        """Return the status of a refusal, if it is one."""
+        """Return the HTTP status of a refusal, or ``None`` for an allowed call."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return 404
         if scope["path"] not in FLEET or scope["raw_path"] != scope["path"].encode():
@@ -66,20 +65,20 @@ class NodesOnly:
         with suppress(Error, ValueError, IndexError):
             if len(keys) == 1 and self._knows(b64decode(keys[0], validate=True)):
                 return None
-            if scope["path"] == ACTIVATE and int(sizes[0]) <= _SMALL:  # it is told why not
+            if scope["path"] == ACTIVATE and int(sizes[0]) <= _SMALL:  # it says why
                 return None
         return 401
 
 
 async def serve(host: str, port: int, certificates: Path, folder: Path) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     app, knows = superlink_app((folder / SECRET).read_bytes())
     common: dict[str, Any] = {"timeout_graceful_shutdown": _END, "ws": "none", "log_config": None}
     front = uvicorn.Config(
         NodesOnly(app, knows),
         host,
         port,
-        lifespan="off",  # it is the other's
+        lifespan="off",  # the inner server runs it
         timeout_keep_alive=_SECONDS,
         limit_concurrency=_CONNECTIONS,
         server_header=False,
@@ -97,7 +96,7 @@ async def serve(host: str, port: int, certificates: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Serve what the arguments say."""
+    """Serve with the options from the command line."""
     host, port, certificates, folder = sys.argv[1:]
     os.umask(0o077)
     asyncio.run(serve(host, int(port), Path(certificates), Path(folder)))

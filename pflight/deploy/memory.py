@@ -1,4 +1,4 @@
-"""What a client remembers at its node, on its disk, as of each of its last rounds."""
+"""A client's memory on the disk of its node, after each of its last rounds."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ from pflight.runs.memory_files import Slots, sync
 from .messages import MessageError
 
 NEVER = -1
-"""In place of a round: before the first one in which a client's answer was used."""
+"""In place of a round: no answer of the client has been used yet."""
 _KEPT = 20
 _FILE = "round-{}-{}.pt"
 _ID = re.compile("[0-9a-f]{16}")
 
 
 def new_id() -> str:
-    """Return an id for a run or a session, which no other one has."""
+    """Return a unique id for a run or a session."""
     return secrets.token_hex(8)
 
 
 class NodeMemory(ClientMemory):
-    """One client's memory, of which a file is kept for each of the last rounds.
+    """The memory of one client, with a file for each of the last rounds.
 
-    The server says after which round a client's memory is asked for: the last one of which it has
-    used the client's answer. So a client that was too late, or whose server was killed and has
-    resumed from a checkpoint, goes on from what the server knows it by.
+    The server requests the memory after a certain round: the last one with a used answer of the
+    client. So both sides stay consistent if an answer is late or a server resumes.
 
-    Each run has a folder of its own there, so that no run goes on from what another one has kept.
-    A run has a session for each start of its server, so that neither does one of two sessions that
-    resume from the same checkpoint.
+    Each run has its own folder, so no run continues from the memory of another. Each start of a
+    server is a session. So two sessions that resume from one checkpoint don't share memories.
 
     Args:
-        folder: Where the runs' folders are.
+        folder: The folder that contains the folders of the runs.
         client: The client's id.
     """
 
@@ -53,34 +51,34 @@ class NodeMemory(ClientMemory):
         self._at: Path | None = None
 
     def enter(self, run: str, session: str) -> None:
-        """Be the memory of a session of a run.
+        """Become the memory of a session of a run.
 
         Args:
             run: The run's id, as :func:`new_id` returns one.
-            session: The session's, likewise.
+            session: The session's id, likewise.
 
         Raises:
-            MessageError: If one is no such id.
+            MessageError: If an id is invalid.
         """
         _check_id(run, "run")
         _check_id(session, "session")
         self.folder, self._session = self.root / run, session
 
     def go_to(self, round: int, session: str, required: bool, anew: bool = False) -> bool:
-        """Be as after a round.
+        """Restore the memory after a round.
 
         Args:
             round: Its index, or :data:`NEVER`.
-            session: In which that was.
-            required: Whether there must be something.
-            anew: Whether to be as before all rounds where there is nothing that can be read.
+            session: The session of that round.
+            required: Whether the memory must exist.
+            anew: Whether to start with an empty memory if the file can't be read.
 
         Returns:
-            Whether that was so.
+            Whether the memory was lost and starts empty.
 
         Raises:
-            ConfigurationError: If there is no such memory here.
-            MessageError: If there can be no such session.
+            ConfigurationError: If the memory is missing or can't be read.
+            MessageError: If the session's id is invalid.
         """
         _check_id(session, "session")
         path = self.folder / _FILE.format(round, session)
@@ -100,9 +98,9 @@ class NodeMemory(ClientMemory):
         return lost
 
     def keep(self, round: int) -> None:
-        """Write the memory down as that after a round, and forget rounds of long ago.
+        """Write the memory after a round, and delete old rounds.
 
-        That which the client has gone on from stays: the server may ask for it again.
+        The memory from which this round started stays, since the server may request it again.
         """
         begun = self._at
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +118,7 @@ class NodeMemory(ClientMemory):
                 path.unlink(missing_ok=True)
 
     def forget_changes(self) -> None:
-        """Read the memory again before it is used: something came in between."""
+        """Discard changes: the next :meth:`go_to` reads the memory from disk again."""
         self._at = None
 
     def _whose(self, round: int) -> dict[str, int]:
@@ -138,7 +136,7 @@ def _round_of(path: Path) -> int:
 
 def _read(path: Path, whose: Mapping[str, int]) -> Slots:
     try:
-        if path.is_file() and not is_whole(path):  # torch.load does not check the checksums
+        if path.is_file() and not is_whole(path):  # torch.load ignores checksums
             raise BadZipFile
         saved = torch.load(path, map_location="cpu", weights_only=True)
         slots: Slots = saved.pop("slots")
@@ -147,7 +145,7 @@ def _read(path: Path, whose: Mapping[str, int]) -> Slots:
         reason = "is another client's or another round's"
     except FileNotFoundError:
         reason = "is not there"
-    except Exception as error:  # whatever torch.load raises for a damaged file
+    except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = f"can't be read ({type(error).__name__})"
     raise ConfigurationError(
         f"its memory after round {whose['round']} {reason} in {path.parent}: put it back from a "

@@ -1,9 +1,9 @@
-"""What a server and its nodes say to each other: tensors, plain numbers and words.
+"""Messages between the server and its nodes: tensors, plain numbers and words.
 
-A message is one of Flower's ``RecordDict`` with groups of entries, such as a model's state, each as
-one run of raw bytes with the entries' names, types and shapes in words; with numbers; and with
-words. Nothing in it is unpickled, parsed or run, and no bytes become a tensor before names, types,
-shapes and sizes are those that are expected.
+A message is a Flower ``RecordDict`` with numbers, words and groups of entries, such as a model's
+state. A group is one block of raw bytes. Words give the names, types and shapes of its entries.
+Nothing in a message is unpickled, parsed or run. Names, types, shapes and sizes are checked before
+bytes become tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .flower import get_all_nested_objects
 
 Number = int | float | list[int] | list[float]
 Words = str | list[str]
-_RAW, _BYTES = "raw", "bytes"  # in the order of all machines that PyTorch runs on, little-endian
+_RAW, _BYTES = "raw", "bytes"  # little-endian, as on all machines with PyTorch
 _NUMBERS, _WORDS = "numbers", "words"
-_ABOUT = "names", "kinds"  # words on each group
+_ABOUT = "names", "kinds"  # words about each group
 _FORMS = {str: "text", list: "a list of words"}
-_LONGEST, _QUOTED = 2_000, 100  # characters of what another machine says, and of a part of it
+_LONGEST, _QUOTED = 2_000, 100  # characters of another machine's text, and of a quoted part
 _LARGEST = 1e300  # so that sums of many such numbers are finite
 LARGEST_WHOLE = 2**53
-"""The largest whole number that any machine may send: sums over clients fit into 64 bits."""
+"""The largest integer in a message. Sums over clients then fit into 64 bits."""
 
 
 class MessageError(ValueError):
-    """A message that is not what was asked for."""
+    """A message that is invalid or does not answer the request."""
 
 
 def packed(
@@ -43,10 +43,10 @@ def packed(
     """Return the content of a message.
 
     Args:
-        entries: Tensors by the name of their group and their own.
+        entries: Tensors by the name of their group and their own name.
         numbers: Plain numbers.
         words: Plain words.
-        pool: The bytes of tensors in other messages; equal ones are held once.
+        pool: The bytes of tensors in other messages. Equal bytes share memory.
     """
     pool = {} if pool is None else pool
     records: dict[str, Any] = {_NUMBERS: MetricRecord(dict(numbers or {}))}
@@ -63,7 +63,7 @@ def packed(
 
 
 def nth(name: str, place: int) -> str:
-    """Return what the first, second or a later of several is called, from 0.
+    """Return the name of the group at a place, counted from 0.
 
     Example:
         >>> nth("sent", 0), nth("sent", 2)
@@ -78,16 +78,16 @@ def check_parts(
     words: Iterable[str] = (),
     groups: Collection[str] = (),
 ) -> None:
-    """Raise unless all that a message holds is among what is known.
+    """Raise if a message holds unknown parts.
 
     Args:
-        content: Of a message.
-        numbers: Names of numbers; one that ends with ``.`` stands for all that begin so.
+        content: The content of a message.
+        numbers: Names of numbers. A name that ends with ``.`` is a prefix.
         words: Names of words.
         groups: Names of groups of entries.
 
     Raises:
-        MessageError: Saying what else it holds, or that it lacks numbers or words altogether.
+        MessageError: If it holds others, with their names, or has no numbers or words at all.
     """
     kinds = {_NUMBERS: MetricRecord, _WORDS: ConfigRecord, **dict.fromkeys(groups, ArrayRecord)}
     for name in (_NUMBERS, _WORDS):
@@ -107,17 +107,17 @@ def check_parts(
 def entries_of(
     content: RecordDict, group: str, expected: Mapping[str, Tensor], finite: bool = True
 ) -> dict[str, Tensor]:
-    """Return the tensors of a group, which has all that are expected, and nothing else.
+    """Return the tensors of a group. It must hold exactly the expected tensors.
 
     Args:
-        content: Of a message.
+        content: The content of a message.
         group: The group's name.
-        expected: A tensor of the same type and shape for each name; its values don't matter.
-        finite: Whether there may be no NaN, nothing infinite, and no whole number over
+        expected: A tensor of the same type and shape for each name. Values don't matter.
+        finite: Whether to reject NaN, infinite values, and integers over
             :data:`LARGEST_WHOLE`.
 
     Raises:
-        MessageError: Saying what is wrong with it.
+        MessageError: If the group is invalid, with the reason.
     """
     kinds = _kinds_of(content, group)
     if missing := [name for name in expected if name not in kinds]:
@@ -149,13 +149,13 @@ def entries_of(
 def group_of(
     content: RecordDict, group: str, known: Mapping[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of a group, each of which has a known name; see :func:`entries_of`.
+    """Return the tensors of a group. Each must have a known name; see :func:`entries_of`.
 
     Args:
-        content: Of a message.
+        content: The content of a message.
         group: The group's name.
-        known: As ``expected`` there, of which there need not be all.
-        prefix: What further names may begin with, which are of single numbers.
+        known: As ``expected`` there, but some may be missing.
+        prefix: The prefix of further names, for single numbers.
     """
     if group not in content:
         raise MessageError(f"there is no {group} in it")
@@ -172,22 +172,22 @@ def number_of(content: RecordDict, name: str) -> float:
     """Return a finite number.
 
     Raises:
-        MessageError: If there is none of this name.
+        MessageError: If there is no finite number of this name.
     """
     return finite_number(name, _given_number(content, name))
 
 
 def count_of(content: RecordDict, name: str, least: int = 0, most: int = LARGEST_WHOLE) -> int:
-    """Return a whole number.
+    """Return an integer.
 
     Args:
-        content: Of a message.
+        content: The content of a message.
         name: The number's name.
-        least: The smallest that it can be.
-        most: The largest.
+        least: The smallest allowed value.
+        most: The largest allowed value.
 
     Raises:
-        MessageError: If there is none of this name in this range.
+        MessageError: If there is no integer of this name in this range.
     """
     value = _given_number(content, name)
     if type(value) is not int or not least <= value <= most:
@@ -198,10 +198,10 @@ def count_of(content: RecordDict, name: str, least: int = 0, most: int = LARGEST
 
 
 def finite_number(name: str, value: Any) -> float:
-    """Return a value that a message has under a name, if it is a number that can be added up.
+    """Return the value of a name in a message if it is a finite number, fit for sums.
 
     Raises:
-        MessageError: If it is not.
+        MessageError: If it is no such number.
     """
     if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > _LARGEST:
         raise MessageError(f"its {quoted(name)} is {quoted(str(value))}, which is no finite number")
@@ -209,7 +209,7 @@ def finite_number(name: str, value: Any) -> float:
 
 
 def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
-    """Return the numbers whose names begin so, without that beginning."""
+    """Return the numbers with a prefix, with the prefix removed from their names."""
     given: Mapping[str, Any] = content.metric_records.get(_NUMBERS) or {}
     return {name[len(start) :]: value for name, value in given.items() if name.startswith(start)}
 
@@ -223,10 +223,10 @@ def words_of(content: RecordDict, name: str, default: list[str]) -> list[str]: .
 
 
 def words_of(content: RecordDict, name: str, default: Words = "") -> Words:
-    """Return what was said under a name: text on one line, or a list if the default is one.
+    """Return the words of a name: text on one line, or a list if the default is a list.
 
     Raises:
-        MessageError: If it is something else.
+        MessageError: If they have another type.
     """
     record: Mapping[str, Any] = content.config_records.get(_WORDS) or {}
     said = record.get(name, default)
@@ -239,18 +239,18 @@ def words_of(content: RecordDict, name: str, default: Words = "") -> Words:
 
 
 def bytes_of(content: RecordDict) -> int:
-    """Return how many bytes a message's content has as Flower sends it."""
+    """Return the size of a message's content in bytes, as Flower sends it."""
     return sum(len(part.deflate()) for part in get_all_nested_objects(content).values())
 
 
 def tensor_bytes_of(content: RecordDict) -> int:
-    """Return how many of these are tensors; the others are around them."""
+    """Return the size of a message's tensors in bytes, without the overhead around them."""
     groups = content.array_records.values()
     return sum(len(array.data) for group in groups for array in group.values())
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order of their bytes: large numbers first, so that all lie even."""
+    """Return the names in the order of their bytes: wide types first, so that all are aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
@@ -263,10 +263,10 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _kinds_of(content: RecordDict, group: str) -> dict[str, str]:
-    """Return what a group says of its entries.
+    """Return the type and shape of each entry of a group, as text.
 
     Raises:
-        MessageError: If it says it of some entries alone, or of one twice.
+        MessageError: If some entries lack a type and shape, or a name occurs twice.
     """
     names, kinds = (words_of(content, f"{group}.{word}", []) for word in _ABOUT)
     if len(names) != len(kinds):
@@ -291,7 +291,7 @@ def _bytes_in(content: RecordDict, group: str) -> bytes:
     """Return the bytes of a group.
 
     Raises:
-        MessageError: If there is anything else.
+        MessageError: If the group holds anything else.
     """
     record: Mapping[str, Array] = content.array_records.get(group) or {}
     if unknown := [name for name in record if name != _BYTES]:
@@ -305,7 +305,7 @@ def _bytes_in(content: RecordDict, group: str) -> bytes:
 
 
 def _check_values(name: str, tensor: Tensor, finite: bool) -> None:
-    """Raise if the values of a tensor are none of its type, or not ``finite`` where that counts."""
+    """Raise if values are invalid for the type of a tensor, or not finite if ``finite`` is set."""
     if not tensor.numel():
         return
     if tensor.dtype is torch.bool:
@@ -323,12 +323,12 @@ def _unknown(name: str) -> MessageError:
 
 
 def quoted(text: str) -> str:
-    """Return a name or value of another machine as :func:`shown` does, if it is short."""
+    """Return a short name or value from another machine as :func:`shown` does."""
     line = shown(text)
     return line if len(line) <= _QUOTED else f"{line[:_QUOTED]}..."
 
 
 def shown(text: str) -> str:
-    """Return words of another machine as one line that is safe to print."""
+    """Return text from another machine as one line that is safe to print."""
     line = " ".join(text[:_LONGEST].split())
     return "".join(letter if letter.isprintable() else "?" for letter in line)

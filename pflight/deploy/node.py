@@ -1,4 +1,4 @@
-"""A node: it holds one client's data and memory, and does what the server's messages ask for."""
+"""A node: it holds one client's data and memory, and answers the server's requests."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from .request import JUDGED, SENT, Request, models_in
 STATE, COUNTS = "state", "counts"
 """Groups of entries that a client returns."""
 ANEW = "anew"
-"""A number that tells that the client begins anew."""
+"""The name of the number that marks a client that begins anew."""
 _SALT = "salt"
 
 
 class HomeClients(Clients):
-    """A federation's clients at a node: one of them is here."""
+    """The clients of a federation at a node, which holds one of them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -60,21 +60,21 @@ class HomeClients(Clients):
 
     @property
     def rounds(self) -> int:
-        """How many rounds there have been, as the server says."""
+        """The number of past rounds, as reported by the server."""
         return self.rounds_so_far
 
     def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
-        """Note a failure, which the server will be told."""
+        """Note a failure, to report it to the server."""
         self.failed.extend(failures)
         for failure in self.failed:
             failure.forget_frames()
 
 
 class Seat(ServerCallback):
-    """Takes the server callback's place at a node, where it has sent all that it has to say.
+    """Replaces the server callback at a node. It returns the states that the server sent.
 
     Args:
-        callback: The server callback, of which the client method and some rules are used.
+        callback: The server callback. Its client method and some of its rules are used.
     """
 
     def __init__(self, callback: ServerCallback) -> None:
@@ -88,7 +88,7 @@ class Seat(ServerCallback):
         self.names: tuple[str, ...] = ()
         self.own_rule = False
         self.sent = self.judged = TensorDict({}, batch_size=[1])
-        self.models = [self.sent]  # of which losses are told
+        self.models = [self.sent]  # losses are computed for these
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data that the client uses."""
@@ -101,7 +101,7 @@ class Seat(ServerCallback):
 
     @property
     def needs_head(self) -> bool:
-        """Whether the head of the client's network has to be known."""
+        """Whether the method needs the head of the client's network."""
         return self.callback.needs_head
 
     def freeze(self, module: L.LightningModule) -> None:
@@ -118,9 +118,9 @@ class Seat(ServerCallback):
         return self.kept
 
     def learn_rules(self, clients: Clients) -> None:
-        """Find out what travels and by which models clients are judged, as the server does."""
+        """Derive which entries travel and which models are judged, as the server does."""
         server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
-        everyone.data = None  # which is of one client alone
+        everyone.data = None  # it holds one client only
         server.attach(everyone, ServerModels(clients.layout), None)
         self.kept, self.names = server.kept_names, server.sent_names
         self.own_rule = server.judges_otherwise
@@ -137,24 +137,24 @@ class Seat(ServerCallback):
         return super().shared_parameters if self.names else known
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return what the server has sent."""
+        """Return the model that the server has sent."""
         return self.sent
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the model that the client makes of what it is to be judged by."""
+        """Return the client's model for evaluation, made from the sent one."""
         return self.clients.judged(clients, self.judged)
 
     @property
     def judges_otherwise(self) -> bool:
-        """Whether the method has a rule of its own for that."""
+        """Whether the method has its own rule for the evaluated model."""
         return self.own_rule
 
 
 class Judge(Evaluator):
-    """Judges the models of the one client that is here."""
+    """Judges the models of this node's client."""
 
     def answers(self, client: int) -> Mapping[WhichModel, dict[str, Tensor] | ClientValues]:
-        """Return what is counted or logged of each model."""
+        """Return the counts or logs of each model."""
         found: dict[WhichModel, dict[str, Tensor] | ClientValues] = {}
         for model, metrics in self._metrics.items():
             if isinstance(metrics, ClientMetrics):
@@ -168,21 +168,21 @@ class Judge(Evaluator):
 class Node:
     """Answers messages with one client's data and memory.
 
-    The client trains with the sequential engine. Its private entries, its memory and its samples
-    stay here; what is returned is what :attr:`~pflight.server_callback.ServerCallback.sent_names`
-    of the run's server callback says, counts of right and wrong answers or what the client's module
-    logs, and how many samples there are.
+    The client trains with the sequential engine. Its private entries, memory and samples stay here.
+    Answers hold the entries in :attr:`~pflight.server_callback.ServerCallback.sent_names` of the
+    run's server callback, counts of right and wrong predictions or the logs of the client's module,
+    and numbers of samples.
 
     Args:
-        federation: The federation as it is configured, which no Trainer has run.
-        callback: Its server callback.
+        federation: The configured federation. No Trainer has run it yet.
+        callback: The server callback of the federation.
         data: The node's data.
-        folder: Where the client's memory is kept.
-        trainer: A Trainer that has the device and the precision for the client, and whose only
-            callback is :attr:`seat`.
-        own: Which client of the data it is.
+        folder: The folder of the client's memory.
+        trainer: A Trainer with the client's device and precision. Its only callback is
+            :attr:`seat`.
+        own: The client's id in the data.
         config: As in :func:`~pflight.deploy.agreement.agreement_on`.
-        anew: Whether the client begins anew where its memory is lost, until it has trained.
+        anew: Whether the client begins anew if its memory is lost, until it has trained.
 
     Raises:
         ConfigurationError: If model, algorithm and data don't fit together.
@@ -206,7 +206,7 @@ class Node:
             data.setup("fit")
         except MisconfigurationException:
             raise
-        except Exception as error:  # of the user's code
+        except Exception as error:  # from the user's code
             whose = type(data).__name__
             raise ConfigurationError(f"{whose} can't be set up: {described(error)}") from error
         self.agreement = agreement_on(federation, callback, data, config)
@@ -223,7 +223,7 @@ class Node:
         self._become(0, 1)
 
     def _become(self, place: int, num_clients: int) -> None:
-        """Set everything up for one of so many clients."""
+        """Set everything up as client ``place`` of ``num_clients``."""
         federation, callback = copy.deepcopy(self._configured)
         data, seat = OwnData(self._samples, self.own, place, num_clients), Seat(callback)
         before, memory = federation.clients, NodeMemory(self.folder, place)
@@ -241,16 +241,16 @@ class Node:
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*max_epochs=0")
-            runner.fit(federation, datamodule=data)  # which sets all up, and trains nothing
+            runner.fit(federation, datamodule=data)  # sets everything up, without training
         clients.memory = self.memory = NodeMemory(self.folder, place)
         federation.to(clients.attached_engine.device)
         self.data, self.seat, self.clients, self.federation = data, seat, clients, federation
 
     def check_samples(self) -> None:
-        """Train for an epoch and evaluate, by the client module alone, and keep nothing of it.
+        """Train one epoch with the client module alone, evaluate, and discard the result.
 
         Raises:
-            ConfigurationError: If that fails on some of the samples.
+            ConfigurationError: If a sample makes this fail.
         """
         engine, module = self.clients.attached_engine, self.clients.module
         assert isinstance(engine, SequentialEngine)
@@ -269,7 +269,7 @@ class Node:
                 )
 
     def answer(self, content: RecordDict) -> RecordDict:
-        """Return the answer to a message, which is the reason if there is none."""
+        """Return the answer to a message, or the reason for a failure."""
         self.clients.failed.clear()
         self._lost = False
         asked = "a message"
@@ -282,14 +282,14 @@ class Node:
                 answer.metric_records["numbers"][ANEW] = 1
         except (ConfigurationError, MessageError) as error:
             answer = packed(words={"failed": str(error)})
-        except Exception as error:  # whatever a message, a module or data can bring about
+        except Exception as error:  # a message, module or data can cause any
             answer = packed(words={"failed": described(error)})
         if failed := words_of(answer, "failed"):
             print(f"pflight: no answer to {asked}: {failed}", flush=True)
         return answer
 
     def _tell(self, request: Request, answer: RecordDict) -> None:
-        """Print what was done."""
+        """Print a line about the finished work."""
         if request.work == "describe":
             count = self.data.num_clients
             print(f"pflight: connected, as client {self.data.place} of {count}", flush=True)
@@ -318,7 +318,7 @@ class Node:
             return works[request.work](request)
 
     def _describe(self, request: Request) -> RecordDict:
-        """Say whether both sides agree, and how many samples there are."""
+        """Check that both sides agree, and return the description of the client."""
         check_agreement(self.agreement, request.agreement, "the server")
         place, sizes = self.data.place, {}
         for split in SPLITS:
@@ -339,7 +339,7 @@ class Node:
         )
 
     def _salt(self) -> int:
-        """Return a number that never leaves this node, so that nobody can guess its labels."""
+        """Return a secret number of this node, so that its labels can't be guessed."""
         path = self.folder / _SALT
         if not path.is_file():
             self.check_salt()
@@ -348,7 +348,7 @@ class Node:
         return int(path.read_text())
 
     def check_salt(self) -> None:
-        """Raise if the folder has a client's memory, and not the secret that belongs to it.
+        """Raise if the folder has a client's memory without the matching secret.
 
         Raises:
             ConfigurationError: Unless the client begins anew.
@@ -361,7 +361,7 @@ class Node:
             )
 
     def _prepare(self, request: Request, content: RecordDict) -> None:
-        """Become the client that the server knows, in the round that goes on."""
+        """Become the requested client in the current round."""
         clients, seat = self.clients, self.seat
         models = [self._received(content, group) for group in models_in(content)]
         if not models:
@@ -373,7 +373,7 @@ class Node:
             raise MessageError(f"{quoted(refused[0])} is not among what leaves this node")
         clients.current = CurrentRound(Round(request.round, []))
         clients.rounds_so_far = request.rounds
-        mean = request.mean_samples or math.nan  # which is not told unless the method needs it
+        mean = request.mean_samples or math.nan  # sent only if the method needs it
         clients.attached_engine.setup.mean_samples = mean
         seat.models, seat.sent, seat.judged = models, sent, judged
         self.memory.enter(request.run, request.session)
@@ -387,7 +387,7 @@ class Node:
 
     @property
     def _remembers(self) -> bool:
-        """Whether the client keeps anything from one round to the next."""
+        """Whether the client keeps anything between rounds."""
         outer = type(self.clients.outer_method)
         keeps = outer.keep is not ClientMethod.keep
         keeps |= any(one.error_feedback for one in self.seat.transforms)
@@ -398,7 +398,7 @@ class Node:
         return torch.tensor([self.data.place], device=self.clients.device)
 
     def _train(self, request: Request) -> RecordDict:
-        """Train, or take gradients, and keep what the client remembers."""
+        """Train or compute gradients, and save the client's memory."""
         clients, sent = self.clients, self.seat.sent
         self.memory.forget_changes()
         self._go_to(request)
@@ -413,7 +413,7 @@ class Node:
         return self._returned(updates, request)
 
     def _go_to(self, request: Request) -> None:
-        """Be as after the round that the server knows, or anew if that is lost and may be."""
+        """Restore the memory after the requested round, or begin anew if allowed."""
         where = request.after, request.after_session, self._remembers
         if self.memory.go_to(*where, anew=self.anew):
             self._lost = True
@@ -424,7 +424,7 @@ class Node:
         return self._returned(self.clients.train_aside(self._client, *how), request)
 
     def _returned(self, updates: ClientUpdates, request: Request) -> RecordDict:
-        """Return what the server asks for of an update, or why there is none."""
+        """Return the requested entries of an update, or the reason for a failure."""
         if failure := [*updates.failures, *self.clients.failed]:
             return packed(words={"failed": failure[0].reason})
         if not len(updates.clients):
@@ -448,7 +448,7 @@ class Node:
         return packed(numbers={name: loss for name, loss in told.items() if math.isfinite(loss)})
 
     def _evaluate(self, request: Request) -> RecordDict:
-        """Judge the client's models on its own samples; no output of a sample is returned."""
+        """Judge the client's models on its samples. Outputs of samples stay here."""
         clients, split = self.clients, cast(Literal["val", "test"], request.split)
         judge = Judge(clients, self.seat, split, self.federation.f1_average)
         judge.judge(self._client)

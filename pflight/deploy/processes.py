@@ -1,4 +1,4 @@
-"""Processes that end with this one, and the ports on which they listen."""
+"""Child processes that end with this one, and their ports."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from types import FrameType
 from pflight.errors import ConfigurationError
 from pflight.messages import one_line
 
-_LOOK = 0.2  # seconds from one look at a process to the next
-_START = 120.0  # seconds in which a process starts
-_PATIENCE = 10.0  # seconds in which it ends after a signal
+_LOOK = 0.2  # seconds between two looks at a process
+_START = 120.0  # seconds until a process has started
+_PATIENCE = 10.0  # seconds until it has ended after a signal
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _CHATTER = re.compile(r"(\x1b\[[\d;]*m)?(INFO|(ERROR:\s+)?Traceback )|\s|For more information")
-_LINES, _CHARACTERS = 8, 600  # of what a process has said last
+_LINES, _CHARACTERS = 8, 600  # of the last output of a process, at most
 
 
 class ProcessEndedError(ConfigurationError):
-    """A process of Flower's has ended by itself."""
+    """A process of Flower has ended by itself."""
 
 
 class Process:
-    """One of Flower's own commands, which ends with this process.
+    """A command of Flower as a child process. It ends with this process.
 
     Args:
-        command: Its name and arguments.
-        folder: Where Flower keeps its things, and the output is written.
-        name: Of the log file, and in messages.
+        command: The name and arguments of the command.
+        folder: The folder for Flower's files and for the log.
+        name: The name of the log file, also used in messages.
     """
 
     def __init__(self, command: list[str], folder: Path, name: str) -> None:
@@ -66,10 +66,10 @@ class Process:
             )
 
     def check(self) -> None:
-        """Raise if it has ended.
+        """Raise if the process has ended.
 
         Raises:
-            ConfigurationError: With what it said last.
+            ProcessEndedError: If it has, with its last output.
         """
         if (code := self._process.poll()) is not None:
             raise ProcessEndedError(
@@ -77,7 +77,7 @@ class Process:
             )
 
     def said(self) -> str:
-        """Return in one line what it has written about its end, without frames of tracebacks."""
+        """Return the last output in one line, without the frames of tracebacks."""
         lines = self._written(self._begun).decode(errors="replace").splitlines()
         told = [line for line in lines if line.strip() and not _CHATTER.match(line)]
         for word in ("Exit Code", "ERROR"):  # the first is Flower's own reason
@@ -87,7 +87,7 @@ class Process:
         return one_line(" ".join(told[-_LINES:]))[:_CHARACTERS]
 
     def news(self) -> list[str]:
-        """Return the whole lines that it has written since it was asked for them last."""
+        """Return the complete lines written since the last call."""
         whole, end, _ = self._written(self._read).rpartition(b"\n")
         self._read += len(whole + end)
         return whole.decode(errors="replace").splitlines()
@@ -98,13 +98,13 @@ class Process:
             return log.read()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait until it has started.
+        """Wait until the process has started.
 
         Args:
-            ready: Says whether it has.
+            ready: Returns whether it has started.
 
         Raises:
-            ConfigurationError: If it does not, or has ended.
+            ConfigurationError: If it does not start in time, or has ended.
         """
         end = time.monotonic() + _START
         while not ready():
@@ -114,8 +114,8 @@ class Process:
             time.sleep(_LOOK)
 
     def stop(self) -> None:
-        """End it, and what it has started."""
-        for signum in (signal.SIGTERM, signal.SIGKILL):  # of which the second ends its whole group
+        """End the process and its children."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # the second ends the whole group
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signum)
             with suppress(subprocess.TimeoutExpired):
@@ -123,17 +123,17 @@ class Process:
 
 
 def end_with_parent() -> None:
-    """Have the process that calls it end when its parent is killed, where there is a way."""
+    """End the calling process when its parent is killed, where the system supports it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Have a signal end what goes on, with all that it has started, and then this process."""
+    """Make a signal interrupt the block, clean up, and then end this process."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signum)  # which no failure of a client hides
+        raise KeyboardInterrupt(signum)  # not caught as a failure of a client
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
@@ -149,7 +149,7 @@ def check_port(host: str, port: int) -> None:
     """Raise if nothing can listen at a port.
 
     Raises:
-        ConfigurationError: Naming it.
+        ConfigurationError: If the port is in use or not allowed. The message names it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -166,7 +166,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
+    """Return a port of the loopback interface that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

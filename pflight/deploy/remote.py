@@ -1,4 +1,4 @@
-"""The clients of a federation whose machines are elsewhere, as its server callback knows them."""
+"""Clients on other machines, with the interface of simulated clients."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from .messages import MessageError, nth, packed, shown
 from .request import JUDGED, SENT, Work
 
 Answer = tuple[dict[str, Tensor], Logs] | ClientFailure | None
-"""What a client sends of a model, and what it logged; why it can't be used; or nothing."""
+"""A client's model entries and logs, or the reason for a failure, or nothing."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one client is asked."""
+    """A request to one client."""
 
     client: int
     work: Work
@@ -68,33 +68,32 @@ class Post(Protocol):
     """Carries messages to nodes and their answers back."""
 
     def send(self, messages: Iterable[Asked]) -> None:
-        """Send messages, at most one to each client that has not answered the one before."""
+        """Send messages. A client gets no second message before it has answered."""
 
     def receive(self, client: int) -> RecordDict | str:
-        """Wait for a client's answer; return it, or the reason why there is none."""
+        """Wait for a client's answer, and return it, or the reason for a failure."""
 
 
 class RemoteClients(Clients):
-    """A federation's clients, each on a machine of its own, behind the boundary of simulated ones.
+    """The clients of a federation on their own machines, with the interface of simulated ones.
 
-    All clients of a round work at the same time. Their updates are handed on in the order of their
-    ids, so that sums do not depend on who was first; what has arrived meanwhile waits with Flower.
+    All clients of a round work at the same time. Updates are processed in the order of client ids,
+    so sums do not depend on the order of arrival. Meanwhile other answers wait at Flower.
 
     Args:
         post: Carries messages.
-        like: The simulated clients, whose place these take.
+        like: The simulated clients to replace.
 
     Attributes:
-        after: The last round of which each client's answer was used ``[num_clients]``, by which its
-            node knows which memory it is to go on from.
-        sessions: In which sessions these rounds were, by client.
-        run_id: An id that no other run has, by which nodes keep what they remember of this one.
-        session: An id that no other start of a server has, likewise.
-        agreement: A digest of what all sides agree on.
-        counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
-            that is known.
-        bounds: What is believed of nodes.
-        may_change: Whether a node may have other samples than it declared when it joined.
+        after: The last round with a used answer, by client ``[num_clients]``. Nodes continue from
+            their memory after this round.
+        sessions: The sessions of these rounds, by client.
+        run_id: A unique id of the run. Nodes keep a separate memory for each run.
+        session: A unique id of this start of the server, likewise.
+        agreement: A digest of the options that all sides share.
+        counted: Whether predictions are counted as right or wrong, by class; ``None`` if unknown.
+        bounds: Bounds for the updates and weights of nodes.
+        may_change: Whether a node's samples may differ from those that it declared on joining.
     """
 
     if_data_are_lost = "; if a node has lost its folder, start it with --anew"
@@ -122,22 +121,22 @@ class RemoteClients(Clients):
     # Who they are
 
     def on_num_clients(self, num_clients: int) -> None:
-        """Learn for how many clients there is room."""
+        """Set the maximum number of clients."""
         self.num_clients = num_clients
         self.after = torch.full((num_clients,), NEVER)
 
     def describe(
         self, clients: list[int], data: NodeData, agreement: Mapping[str, str]
     ) -> dict[int, str]:
-        """Ask nodes how many samples they have, and whether they have the same run in mind.
+        """Ask nodes for their numbers of samples and whether they agree on the run.
 
         Args:
-            clients: Whose.
-            data: Gets to know the answers.
-            agreement: What both sides must agree on.
+            clients: The clients' ids.
+            data: Stores the answers.
+            agreement: Digests of the options that both sides must share.
 
         Returns:
-            Why a node can't take part, or nothing if it can, for those that have answered.
+            For each client that answered, why it can't take part, or an empty text if it can.
         """
         self.agreement = digest_of(agreement)
         words = {"names": [*agreement], "digests": [*agreement.values()]}
@@ -161,7 +160,7 @@ class RemoteClients(Clients):
                 "its samples are read in another way than the others', one by one or as tensors, "
                 "so that what it is judged by can't be added to theirs"
             )
-        head = said.head if said.sizes["train"] else None  # which no sample has shown
+        head = said.head if said.sizes["train"] else None  # else no sample has shown it
         if head is not None and self._head not in (None, head):
             raise MessageError(f"its network has the {head}, and another client's {self._head}")
         for split, size in said.sizes.items():
@@ -185,7 +184,7 @@ class RemoteClients(Clients):
         data.know(client, said.sizes, said.fingerprint)
 
     def renew(self, client: int) -> None:
-        """Take a client for one that has never trained, since its node has lost its memory."""
+        """Treat a client as one that has never trained, since its node has lost its memory."""
         if client not in self.renewed:
             print(f"pflight: client {client} begins anew: its node has lost its memory", flush=True)
         self.renewed |= {client}
@@ -193,7 +192,7 @@ class RemoteClients(Clients):
         self.sessions.pop(client, None)
 
     def _find_head(self, strategy: Strategy) -> Head | None:
-        """Return the head of the clients' network, which a pass at a node has shown."""
+        """Return the head of the clients' network, as found by a pass at a node."""
         return self._head
 
     def choose_engine(
@@ -204,14 +203,14 @@ class RemoteClients(Clients):
         timeout: float | None,
         reason: str | None = None,
     ) -> Choice:
-        """Say that clients train where they are; the engine that there is here trains nobody."""
+        """Print that clients train at their nodes. The server's engine trains none."""
         whose = self.module, self.client_method, self.layout, self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed
         self.engine = SequentialEngine(ClientSetup(*whose, *how))
         self.engine.check_input()
         return Choice("sequential", 1, "each client trains on its own machine")
 
-    # What they are asked for
+    # Requests
 
     def train(
         self,
@@ -256,7 +255,7 @@ class RemoteClients(Clients):
             answers = self._answers(asked[awake], sent[awake], names, work)
             beside = [name for name in names if name in self._beside]
             weights = self.num_samples
-            if beside or self.bounds.max_share is not None:  # what is compared over clients
+            if beside or self.bounds.max_share is not None:  # compare all clients first
                 compared = self._compared(dict(answers), sent, beside)
                 weights, answers = self._capped(compared), iter(compared)
             update = partial(self._updates, work=work, answers=answers, weights=weights)
@@ -274,7 +273,7 @@ class RemoteClients(Clients):
     def losses_of(
         self, clients: Tensor, models: Sequence[TensorDict], split: Split = "train"
     ) -> Tensor:
-        """See :class:`~pflight.clients.Clients`; all models are in one message to a client."""
+        """See :class:`~pflight.clients.Clients`. One message per client holds all models."""
         size = len(models), len(clients)
         losses = torch.full(size, torch.nan, dtype=torch.double, device=self.device)
         awake = self.current.answers(clients)
@@ -310,10 +309,10 @@ class RemoteClients(Clients):
         return updates
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return what is sent, over the initial model: the nodes make the clients' models of it.
+        """Return the sent entries over the initial model. Nodes make the clients' models from them.
 
         Raises:
-            ConfigurationError: Unless it is to be judged there.
+            ConfigurationError: If this is called outside of an evaluation by nodes.
         """
         if not self._judging:
             raise ConfigurationError(
@@ -328,11 +327,11 @@ class RemoteClients(Clients):
         return known & bool(self.callback.kept_names)
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Any:
-        """Raise, since what clients remember stays with them."""
+        """Raise, since the memory of clients stays with them."""
         raise ConfigurationError("what clients remember is on their own machines")
 
     def run(self, look: Pass, clients: Tensor, states: TensorDict) -> NoReturn:
-        """Raise, since a server that could have any pass run could ask for the samples."""
+        """Raise, since a server with arbitrary passes could request the samples."""
         raise ConfigurationError(
             f"{type(look).__name__}: the server can't look through samples on other machines; a "
             "client method can, in its before_training(), finish() or judged()"
@@ -341,7 +340,7 @@ class RemoteClients(Clients):
     def evaluate(
         self, clients: Tensor, callback: ServerCallback, split: Split
     ) -> Iterator[tuple[int, RecordDict | ClientFailure]]:
-        """Have clients judge their models on their own samples; yield what they count."""
+        """Have clients judge their models on their own samples, and yield the metrics."""
         assert self.callback is not None
         names, sent = self._returns(None), callback.broadcast(clients)
         groups = {SENT: TensorDict({**self._made(sent), **sent}, batch_size=sent.batch_size)}
@@ -359,7 +358,7 @@ class RemoteClients(Clients):
                 yield client, ClientFailure(client, str(error))
 
     def _made(self, sent: TensorDict) -> dict[str, Tensor]:
-        """Return what the server has made of further entries, for the model that it has ``[C]``."""
+        """Return the entries of the server's model ``[C]`` that it changed but does not send."""
         model, template = self.server.expand(0, self.layout.names, len(sent)), self.layout.template
         others = (name for name in self.layout.names if name not in sent)
         changed = (name for name in others if not torch.equal(model[name][0].cpu(), template[name]))
@@ -384,7 +383,7 @@ class RemoteClients(Clients):
             **numbers,
         }
         run = {"run": self.run_id, "session": self.session, "agreement": self.agreement}
-        messages, pool = [], dict[bytes, bytes]()  # of models, of which many clients may get one
+        messages, pool = [], dict[bytes, bytes]()  # many clients may get equal models
         for row, client in enumerate(clients.tolist()):
             rows = {
                 group: {name: value[row] for name, value in columns.items()}
@@ -399,7 +398,7 @@ class RemoteClients(Clients):
 
     @property
     def _needs_mean(self) -> bool:
-        """Whether clients train by the mean number of samples, which tells something of others."""
+        """Whether training needs the mean number of samples. It reveals something about others."""
         methods = self.client_method, self.client_method.personal
         parts: list[Any] = [*filter(None, methods), *self.client_method.terms]
         return self.data is not None and any(part.needs_mean_samples for part in parts)
@@ -412,7 +411,7 @@ class RemoteClients(Clients):
         """Return a client's answer.
 
         Raises:
-            MessageError: If there is none.
+            MessageError: If there is no answer.
         """
         answer = self.post.receive(client)
         if isinstance(answer, str):
@@ -424,14 +423,14 @@ class RemoteClients(Clients):
 
     @property
     def _beside(self) -> frozenset[str]:
-        """Names of what clients send beside their model, and train nothing of it."""
+        """Names of the entries that clients send beside their model and don't train."""
         layout = self.layout
         return frozenset({*layout.own, *layout.extra} - {*layout.parameters})
 
     def _answers(
         self, clients: Tensor, sent: TensorDict, names: list[str], work: Work
     ) -> Iterator[tuple[int, Answer]]:
-        """Wait for the answers of clients that were asked ``[C]``; yield each when checked."""
+        """Wait for the answers of clients ``[C]``, and yield each checked answer."""
         template, setup = self.layout.template, self.attached_engine.setup
         idle, epochs = ~setup.has_batches(clients), self.training.epochs or 1
         steps = self.num_batches(clients) * epochs
@@ -458,7 +457,7 @@ class RemoteClients(Clients):
         num_steps: int,
         work: Work,
     ) -> None:
-        """Raise if no client with so many samples can have sent this."""
+        """Raise if an update is impossible for a client with this number of samples."""
         beside = {name: value for name, value in state.items() if name in self._beside}
         model = {name: value for name, value in state.items() if name not in beside}
         check_update(model, like, work == "gradients")
@@ -471,7 +470,7 @@ class RemoteClients(Clients):
     def _compared(
         self, answers: dict[int, Answer], sent: TensorDict, beside: list[str]
     ) -> list[tuple[int, Answer]]:
-        """Return the answers without those of clients that send what is odd beside their models."""
+        """Return the answers without outliers among the entries beside the models."""
         given = {i: a[0] for i, a in answers.items() if isinstance(a, tuple)}
         scaled = tuple(
             f"{where}{n}" for n in self.client_method.per_sample for where in (OWN, f"{EXTRA}.")
@@ -493,13 +492,13 @@ class RemoteClients(Clients):
         ]
 
     def _capped(self, answers: Iterable[tuple[int, Answer]]) -> Tensor:
-        """Return what clients weigh ``[num_clients]``, with caps over those that have answered."""
+        """Return weights of clients ``[num_clients]``, capped over the clients that answered."""
         answered = torch.tensor([i for i, a in answers if isinstance(a, tuple)], dtype=torch.long)
         weights = self.weights_of(answered)
         return self.num_samples.to(weights.dtype).index_copy(0, answered, weights)
 
     def weights_of(self, clients: Tensor) -> Tensor:
-        """See :class:`~pflight.clients.Clients`; none has more than its share."""
+        """See :class:`~pflight.clients.Clients`. The share of each client is bounded."""
         return self.bounds.capped(super().weights_of(clients))
 
     def _updates(
@@ -511,7 +510,7 @@ class RemoteClients(Clients):
         answers: Iterator[tuple[int, Answer]],
         weights: Tensor,
     ) -> ClientUpdates:
-        """Return the updates of clients, as they arrive, without those that can't be used."""
+        """Return the updates of clients as they arrive, without unusable ones."""
         template, device = self.layout.template, self.device
         states: dict[int, dict[str, Tensor]] = {}
         failures: list[ClientFailure] = []
@@ -547,10 +546,10 @@ class RemoteClients(Clients):
 
 
 class RemoteEvaluator(Evaluator):
-    """Judges clients where they are: their nodes count, and the server adds up."""
+    """Judges clients at their nodes: nodes count, and the server adds up the counts."""
 
     def judge(self, ids: Tensor) -> None:
-        """Have the clients ``[C]`` evaluated."""
+        """Evaluate the clients ``[C]``."""
         clients = cast(RemoteClients, self.clients)
         judged: dict[int, dict[WhichModel, Any]] = {}
         failures = []
@@ -571,10 +570,10 @@ class RemoteEvaluator(Evaluator):
                 self._take(client, found)
 
     def _read(self, client: int, answer: RecordDict) -> dict[WhichModel, Any]:
-        """Return what a client's node has counted of its models, or what its module has logged.
+        """Return the counts or logs of a client's models.
 
         Raises:
-            MessageError: If it is not what can be.
+            MessageError: If the answer is invalid.
         """
         clients, like = self.clients, dict[WhichModel, dict[str, Tensor]]()
         for model, metrics in self._metrics.items():
@@ -587,7 +586,7 @@ class RemoteEvaluator(Evaluator):
         return values_in(answer, client, self._metrics, is_overridden(step, clients.module))
 
     def _take(self, client: int, judged: Mapping[WhichModel, Any]) -> None:
-        """Add what was found of a client's models."""
+        """Add the results of a client's models."""
         for model, found in judged.items():
             metrics = self._metrics[model]
             if isinstance(metrics, LoggedMetrics):
@@ -597,7 +596,7 @@ class RemoteEvaluator(Evaluator):
                     getattr(metrics, name)[client] = counts
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
-        """Return what the answers are added to; no client weighs more than its share."""
+        """Return empty metrics for the answers. The share of each client is bounded."""
         metrics, bounds = self._own_metrics(), cast(RemoteClients, self.clients).bounds
         metrics.weigh = None if bounds.max_share is None else bounds.capped
         return metrics
@@ -610,12 +609,12 @@ class RemoteEvaluator(Evaluator):
         if counting is None:
             return super()._new_metrics()
         scores = ClientScores(clients.num_clients).to(clients.device)
-        scores.update(*[torch.empty(0, device=clients.device)] * 4)  # as it has to be
+        scores.update(*[torch.empty(0, device=clients.device)] * 4)  # metrics need one update
         return scores
 
 
 def ask_nodes(federation: Federation, post: Post, bounds: Bounds | None = None) -> RemoteClients:
-    """Have a federation that no Trainer has run ask nodes in place of simulated clients."""
+    """Replace the simulated clients of a new federation by nodes."""
     clients = RemoteClients(post, federation.clients)
     clients.bounds = bounds or Bounds()
     clients.may_change = federation.record.allow_other_data

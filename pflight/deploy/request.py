@@ -1,4 +1,4 @@
-"""What a server asks a node for: each request is checked before anything of it is done."""
+"""The server's requests to a node. Each request is checked as a whole before it is run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .memory import NEVER
 from .messages import MessageError, check_parts, count_of, nth, number_of, words_of
 
 SENT, JUDGED = "sent", "judged"
-"""Groups of entries that a client is sent: to train, and to be judged by."""
+"""Groups of entries that the server sends: for training, and for evaluation."""
 Work = Literal["describe", "train", "gradients", "aside", "losses", "evaluate"]
 _ROUNDS, _CLIENTS = 2**31, 2**20  # at most
 
 
 class _Form(NamedTuple):
-    """What a kind of request has beside what all have."""
+    """The parts that one kind of request has in addition to the common ones."""
 
     numbers: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
@@ -44,26 +44,26 @@ _FORMS: Mapping[Work, _Form] = {
 
 @dataclass(frozen=True)
 class Request:
-    """A request but for its tensors.
+    """A request without its tensors.
 
     Attributes:
-        work: What is asked for.
+        work: The requested work.
         run: The run's id.
-        session: The id of the session that goes on.
-        agreed: A digest of what both sides must agree on.
+        session: The id of the current session.
+        agreed: A digest of the options that both sides must share.
         client: The client's id.
-        clients: How many clients there are.
-        round: The round that goes on.
-        rounds: How many there have been.
-        after: The round after which the client's memory is asked for.
-        after_session: The id of the session in which that was.
+        clients: The number of clients.
+        round: The current round.
+        rounds: The number of past rounds.
+        after: The client continues from its memory after this round.
+        after_session: The id of the session of that round.
         mean_samples: Mean number of training samples of the clients that may train.
-        epochs: Of local training, in place of the federation's own; 0 for these.
-        batches: Of which the gradient is taken; 0 for all samples.
-        as_round: Keys the randomness of a training aside.
-        returns: Names of the entries that are to be sent back.
-        split: Of the samples.
-        agreement: What the server has in mind, by name, as digests.
+        epochs: Epochs of local training; 0 for the federation's own number.
+        batches: Number of batches for the gradient; 0 for all samples.
+        as_round: The round that keys the random numbers of a training aside.
+        returns: Names of the entries to send back.
+        split: The split of the samples.
+        agreement: Digests of the server's options, by name.
     """
 
     work: Work
@@ -89,7 +89,7 @@ class Request:
         """Return the request that a message holds.
 
         Raises:
-            MessageError: Saying what is wrong with it.
+            MessageError: If the request is invalid, with the reason.
         """
         asked = words_of(content, "do")
         if asked not in get_args(Work):
@@ -125,7 +125,7 @@ class Request:
 
 
 def models_in(content: RecordDict) -> list[str]:
-    """Return the names of the groups with the models that a client is sent, one or several."""
+    """Return the names of the groups that hold the sent models, one or several."""
     places = takewhile(lambda place: nth(SENT, place) in content, count())
     return [nth(SENT, place) for place in places]
 

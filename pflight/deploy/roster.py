@@ -1,4 +1,4 @@
-"""Which node of a deployed federation is which client."""
+"""The assignment of nodes to clients in a deployed federation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .data import NodeData
 from .keys import keys_in
 from .remote import Post, RemoteClients
 
-_LOOK = 2.0  # seconds from one look at who is there to the next
-_REMIND = 15.0  # seconds from one line on who is missing to the next
+_LOOK = 2.0  # seconds between two looks for connected nodes
+_REMIND = 15.0  # seconds between two messages about missing nodes
 
 
 class NodePost(Post, Protocol):
-    """Carries messages to nodes, and knows which of them are there.
+    """Carries messages to nodes, and knows which nodes are connected.
 
     Attributes:
         keys: The nodes' public keys, by client.
-        patience: Seconds in which nodes have to come, and to say what they have.
+        patience: Seconds until nodes must have connected and described their data.
     """
 
     keys: dict[int, bytes]
@@ -42,17 +42,17 @@ class NodePost(Post, Protocol):
 
 
 class Roster(L.Callback):
-    """Meets the nodes, and lets further ones join between two rounds; it is kept in checkpoints.
+    """Registers the nodes, and lets others join between rounds. Checkpoints contain it.
 
-    A node is known by its key. The first ones are clients 0, 1, ... in the order of their keys'
-    names, and each that joins later is the next, for good.
+    A node is identified by its key. The first nodes are clients 0, 1, ... in the order of the names
+    of their keys. A later node gets the next id. Ids never change.
 
     Args:
         clients: The clients.
-        data: What is known of their data.
+        data: The known numbers of their samples.
         post: Carries messages to the nodes.
-        folder: With the public keys of the nodes that may take part.
-        agreement: What all sides have to agree on.
+        folder: The folder with the public keys of the allowed nodes.
+        agreement: Digests of the options that all sides must share.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Roster(L.Callback):
         self.missed: set[int] = set()
 
     def meet(self, places: int | None, saved: dict[str, Any] | None) -> None:
-        """Wait for the nodes, and ask what they have.
+        """Wait for the nodes, and ask for descriptions of their data.
 
         Args:
-            places: How many clients there may be; by default as many as there are keys.
-            saved: What a checkpoint has of the roster, if a run goes on. Of nodes that are not
-                there then, it is known what they have.
+            places: The maximum number of clients; by default the number of keys.
+            saved: The roster's state in a checkpoint, if a run is resumed. It describes the data
+                of absent nodes.
 
         Raises:
-            ConfigurationError: If nodes are missing, disagree, or are more than there are places.
+            ConfigurationError: If nodes are missing, disagree, or outnumber the places.
         """
         here = keys_in(self.folder)
         if saved is None:
@@ -104,7 +104,7 @@ class Roster(L.Callback):
         self._warn_of_weight()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let nodes join whose keys have come, from the next round on."""
+        """Let nodes with new keys join from the next round on."""
         assert isinstance(pl_module, Federation)
         self._note_missed(pl_module.history[-1])
         try:
@@ -141,7 +141,7 @@ class Roster(L.Callback):
         """Load what :meth:`state_dict` returned.
 
         Raises:
-            ConfigurationError: If another release has made it.
+            ConfigurationError: If another release of pflight has saved the state.
         """
         if missing := self.state_dict().keys() - state_dict.keys():
             raise ConfigurationError(
@@ -155,7 +155,7 @@ class Roster(L.Callback):
         for client in [*self.clients.renewed]:
             self.clients.renew(client)
         for client, known in state_dict["known"].items():
-            if client not in self.data.known:  # which its node has not said itself yet
+            if client not in self.data.known:  # a node's own description is newer
                 self.data.know(client, *known)
 
     def _say_what_it_has(self, client: int) -> None:
@@ -169,7 +169,7 @@ class Roster(L.Callback):
         )
 
     def _warn_of_weight(self) -> None:
-        """Warn once if a node's own word gives it more than half of the weight."""
+        """Warn if a node claims more than half of all samples, and so of the weight."""
         heavy = []
         for split in SPLITS:
             counts = self.data.num_samples(split)
@@ -184,7 +184,7 @@ class Roster(L.Callback):
             )
 
     def _note_missed(self, entry: Round) -> None:
-        """Note who failed in a round, and say who is back in it."""
+        """Note the clients that failed in a round, and print those that returned."""
         back = sorted(self.missed.intersection(entry.clients) - {*entry.failed})
         for client in back:
             print(f"pflight: round {entry.index}: client {client} is back", flush=True)
@@ -197,7 +197,7 @@ class Roster(L.Callback):
             self.post.register({*keys.values()})
 
     def _ask(self) -> dict[int, str]:
-        """Ask those who are here and were not asked yet; return who can't take part, and why."""
+        """Ask the newly connected nodes; return each client's refusal, empty if it takes part."""
         new = [client for client in self.post.online() if client not in self.met]
         if not new:
             return {}
@@ -207,7 +207,7 @@ class Roster(L.Callback):
         return said
 
     def _wait(self, required: bool) -> None:
-        """Wait until all nodes have said what they have."""
+        """Wait until all nodes have described their data."""
         begun = said = time.monotonic()
         while True:
             if refused := {client: why for client, why in self._ask().items() if why}:

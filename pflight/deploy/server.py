@@ -1,4 +1,4 @@
-"""The server of a deployed federation: the run that was simulated, whose clients are nodes."""
+"""The server of a deployed federation: a run with nodes as clients."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from .remote import ask_nodes
 from .roster import Roster
 from .superlink import GridPost, superlink
 
-_LET_IN = 90.0  # seconds in which a node is let in again that was killed
+_LET_IN = 90.0  # seconds until a killed node can connect again
 _DATA = f"{NodeData.__module__}.{NodeData.__name__}"
 
 
 class ServerCLI(FederationCLI):
-    """``pflight fit``, ``validate`` and ``test`` with clients that are nodes.
+    """``pflight fit``, ``validate`` and ``test`` with nodes as clients.
 
     Args:
-        args: Arguments, with the command as the first.
-        stop: Ends a run when a signal comes.
-        connect: Connects to what carries messages to the nodes.
-        folder: With the nodes' public keys.
+        args: Arguments. The first is the command.
+        stop: Ends a run when a signal arrives.
+        connect: Opens the connection that carries messages to the nodes.
+        folder: The folder with the nodes' public keys.
         places: As in :meth:`~pflight.deploy.roster.Roster.meet`.
-        bounds: What is believed of nodes.
+        bounds: Bounds for the updates and weights of nodes.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class ServerCLI(FederationCLI):
         super().__init__(args, stop)
 
     def before_instantiate_classes(self) -> None:
-        """Take only those options of the data that the server needs, which has no samples."""
+        """Keep only the data options that the server needs, since it has no samples."""
         super().before_instantiate_classes()
         config = self.config[self.config.subcommand]
         given = (config.data or {}).get("init_args") or {}
         known = {name: given[name] for name in OPTIONS if name in given and name != "num_classes"}
         config.data = Namespace(class_path=_DATA, init_args=Namespace(**known))
-        config.trainer.reload_dataloaders_every_n_epochs = 1  # for those that join
+        config.trainer.reload_dataloaders_every_n_epochs = 1  # for nodes that join
 
     def fit(self, **kwargs: Any) -> None:
-        """Meet the nodes, and train with them."""
+        """Wait for the nodes, and train with them."""
         self._with_nodes(super().fit, kwargs)
 
     def validate(self, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ class ServerCLI(FederationCLI):
                 clients = ask_nodes(self.model, post, self._bounds)
                 roster = Roster(clients, self.datamodule, post, self._keys, agreement)
                 roster.meet(self._places, saved)
-                post.patience = post.timeout or post.patience  # with those that join in a run
+                post.patience = post.timeout or post.patience  # for nodes that join during a run
                 trainer.callbacks.insert(0, roster)  # type: ignore[attr-defined]
                 work(**given)
             finally:
@@ -121,13 +121,13 @@ class ServerCLI(FederationCLI):
 
 
 def check_method(callback: ServerCallback) -> None:
-    """Raise for methods that need to see what nodes don't show.
+    """Raise if a method needs data that nodes do not reveal.
 
     Args:
         callback: The method.
 
     Raises:
-        ConfigurationError: Naming the option.
+        ConfigurationError: If it does. The message names the option.
     """
     name, given = type(callback).__name__, callback._given
     if given.get("matching") is not None:
@@ -143,7 +143,7 @@ def check_method(callback: ServerCallback) -> None:
 
 
 def _told(kind: str, carried: Mapping[str, int]) -> str:
-    """Return in words how many messages of a kind there were, and of how many bytes."""
+    """Return a sentence with the number and size of the messages of a kind."""
     down, up, *around = (
         readable(carried[name]) for name in ("down", "up", "around down", "around up")
     )
@@ -154,10 +154,10 @@ def _told(kind: str, carried: Mapping[str, int]) -> str:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Start a SuperLink, and run a federation with the nodes that connect to it.
+    """Start a SuperLink, and run a federation with its nodes.
 
     Args:
-        given: What ``pflight deploy server`` was given.
+        given: The options of ``pflight deploy server``.
 
     Raises:
         ConfigurationError: If certificates or keys are missing.

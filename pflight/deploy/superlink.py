@@ -1,4 +1,4 @@
-"""A SuperLink of Flower's, the run in it, and the messages to its nodes."""
+"""Flower's SuperLink, its run, and the messages to its nodes."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ _KINDS = {
     "losses": "evaluate",
     "evaluate": "evaluate",
 }
-_START = 120.0  # seconds in which a process of Flower's starts
-_LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
-_OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # for a run that has ended
+_START = 120.0  # seconds until a run of Flower has started
+_LONGEST = 12 * 3600.0  # seconds until a message expires without round_timeout
+_OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # the run has ended
 
 
 @contextmanager
 def superlink(
     host: str, port: int, certificates: Path, timeout: float | None, patience: float
 ) -> Iterator[GridPost]:
-    """Start a SuperLink for a run; yield what carries messages to its nodes.
+    """Start a SuperLink for a run, and yield the carrier of messages to its nodes.
 
     Args:
-        host: Where it listens.
-        port: Likewise.
-        certificates: With ``ca.pem``, ``server.pem`` and ``server.key``; it keeps its things there.
+        host: The address to listen at.
+        port: The port to listen at.
+        certificates: The folder with ``ca.pem``, ``server.pem`` and ``server.key``, also for logs.
         timeout: As in :class:`GridPost`.
         patience: Likewise.
 
     Raises:
-        ConfigurationError: If it can't be started.
+        ConfigurationError: If the SuperLink can't be started.
     """
-    logs = certificates / "superlink" / str(port)  # there may be another server
+    logs = certificates / "superlink" / str(port)  # other ports have other servers
     logs.mkdir(parents=True, exist_ok=True)
     for own in (logs.parent, logs):
         own.chmod(0o700)
@@ -82,10 +82,10 @@ def superlink(
         lock = hold(logs / ".lock")
     except BlockingIOError as error:
         raise ConfigurationError(f"another server is running in {logs}") from error
-    for kept in logs.glob("superlink.db*"):  # of releases that kept messages on the disk
+    for kept in logs.glob("superlink.db*"):  # from old releases
         kept.unlink()
     print(f"pflight: starting Flower's SuperLink at {host}:{port}, log in {logs}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="pflight-") as place:  # which others can't enter
+    with tempfile.TemporaryDirectory(prefix="pflight-") as place:  # only the owner can enter
         folder = Path(place)
         write_private(folder / SECRET, secret := secrets.token_hex(32).encode())
         module = [sys.executable, "-m", "pflight.deploy.link", host, str(port)]
@@ -111,17 +111,17 @@ def superlink(
 
 
 def address_of(host: str, port: int) -> str:
-    """Return the address by which a process on this machine reaches what listens there."""
+    """Return an address for processes on this machine to reach a host and port."""
     name = "localhost" if host in ("0.0.0.0", "::", "127.0.0.1") else host
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def give_up_with(grid: HttpGrid, process: Process) -> None:
-    """Have a grid, which tries for ever to reach its SuperLink, end with it or with the run.
+    """Stop a grid's endless retries once its SuperLink or the run has ended.
 
     Args:
-        grid: Flower's.
-        process: The SuperLink.
+        grid: The grid of Flower.
+        process: The process of the SuperLink.
     """
     invoker = grid._retry_invoker
     gives_up = invoker.should_giveup
@@ -137,7 +137,7 @@ def give_up_with(grid: HttpGrid, process: Process) -> None:
 
 @contextmanager
 def _task(owner: Owner, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
-    """Be the process of a run's server, and yield the grid of its nodes."""
+    """Act as the server process of a run, and yield the grid of its nodes."""
     end, token = time.monotonic() + _START, ""
     with owner.runtime(secret) as executor:
         request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
@@ -170,15 +170,15 @@ class GridPost:
     """Carries messages over Flower's grid.
 
     Args:
-        grid: Flower's.
-        timeout: Seconds in which a client has to answer, or ``None``.
+        grid: The grid of Flower.
+        timeout: Seconds until a client must have answered, or ``None``.
         patience: Likewise, before the first round.
-        control: Of the SuperLink.
+        control: The control API of the SuperLink.
 
     Attributes:
         keys: The nodes' public keys, by client.
-        carried: By kind of work, the messages that were sent, the bytes of their contents and of
-            the answers' as Flower sends them, and those that are around tensors.
+        carried: By kind of work, the number of sent messages, the bytes of their contents and of
+            the answers as Flower sends them, and the bytes around tensors.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class GridPost:
     def register(self, keys: Set[bytes]) -> None:
         """Let the nodes with these keys connect.
 
-        None is let out again, since Flower takes no key a second time: who may not take part any
-        more is sent nothing.
+        No node is ever unregistered, since Flower accepts a key only once. A node that may not
+        take part any more gets no messages.
         """
         for key in keys - self._registered:
             self.control.RegisterNode(RegisterNodeRequest(public_key=key))
@@ -266,14 +266,14 @@ class GridPost:
             whole = "its node did not send its answer as a whole"
             late = time.monotonic() >= end
             return f"{whole} within {timeout:g} s" if late else whole
-        except (ConfigurationError, httpx.HTTPError):  # of the SuperLink, not of the node
+        except (ConfigurationError, httpx.HTTPError):  # from the SuperLink, not from the node
             raise
-        except Exception as error:  # whatever Flower raises as it unpacks what a node has made up
+        except Exception as error:  # Flower raises any kind for malformed messages
             return f"its node sent an answer that Flower can't read: {described(error)}"
         return message.content
 
     def _look(self) -> None:
-        """Note whose answers have come, whoever is waited for; what they carry stays there."""
+        """Note which answers have arrived, without their contents."""
         whose = {
             id_: client
             for client, (id_, *_) in self._waiting.items()

@@ -1,4 +1,4 @@
-"""A SuperNode of Flower's, and the answers to the messages that come to it."""
+"""Flower's SuperNode, and the answers to its messages."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .flower import (
 from .messages import tensor_bytes_of
 from .processes import Process, free_port
 
-_LOST = "SSL/TLS handshake error detected"  # a SuperNode's last words; it does not end then
-_UNSENT = "Failed to send message "  # followed by the message's id, a colon and why
+_LOST = "SSL/TLS handshake error detected"  # a SuperNode's last log line; it does not end
+_UNSENT = "Failed to send message "  # followed by the message's id, a colon and the reason
 
 
 class LostServerError(ConfigurationError):
@@ -49,18 +49,18 @@ class LostServerError(ConfigurationError):
 def supernode(
     folder: Path, address: str, root: Path, key: Path, own: Mapping[str, Path], secret: Path
 ) -> Iterator[tuple[Process, str]]:
-    """Start a SuperNode; yield its process and the address of its runtime.
+    """Start a SuperNode, and yield its process and the address of its runtime.
 
     Args:
-        folder: Where it keeps its things.
-        address: Of the server.
-        root: Certificate of the authority that the server is trusted by.
+        folder: The folder of its files.
+        address: The address of the server.
+        root: The certificate of the server's authority.
         key: The node's private key.
-        own: Certificates for what the SuperNode and this process say to each other.
-        secret: A file with what both of them know.
+        own: Certificates for the connection between the SuperNode and this process.
+        secret: A file with the secret that both of them share.
 
     Raises:
-        ProcessEndedError: If it ends at once, as when another process takes its port meanwhile.
+        ProcessEndedError: If it ends at once, such as when another process has taken its port.
     """
     port = free_port()
     command = ["flower-supernode", "--superlink", address, "--root-certificates", str(root)]
@@ -73,7 +73,7 @@ def supernode(
     def ready() -> bool:
         try:
             return check_server(runtime, own["ca"])
-        except ConfigurationError:  # what answers was faster to take the port: this one ends
+        except ConfigurationError:  # another process has taken the port, so this one ends
             return False
 
     try:
@@ -91,23 +91,23 @@ def serve(
     secret: bytes,
     lost: Callable[[], bool],
 ) -> None:
-    """Answer the messages that come to a SuperNode, until it ends.
+    """Answer the messages of a SuperNode until it ends.
 
-    The code that Flower sends along with a run is neither installed nor looked at.
+    Flower sends code with each run. It is neither installed nor read.
 
     Args:
-        answer: Gives the answer to a message.
-        process: The SuperNode.
-        authority: By which its runtime is trusted.
-        address: Of its runtime.
-        secret: Which lets this process take messages.
-        lost: Says whether the server was not there for long.
+        answer: Returns the answer to a message.
+        process: The process of the SuperNode.
+        authority: The authority of the runtime's certificate.
+        address: The address of the runtime.
+        secret: The secret that allows this process to take messages.
+        lost: Returns whether the server was away for long.
 
     Raises:
-        LostServerError: When it has lost its server.
-        ProcessEndedError: When it has ended, with what it said.
+        LostServerError: When the SuperNode has lost its server.
+        ProcessEndedError: When the SuperNode has ended, with its last output.
     """
-    with authority.runtime(address, secret) as executor:  # for which an ending SuperNode waits
+    with authority.runtime(address, secret) as executor:  # an ending SuperNode waits for it
         request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
         letters: SimpleQueue[Letter] = SimpleQueue()
         size = 0
@@ -123,7 +123,7 @@ def serve(
             letter = None
             with suppress(Empty):
                 letter = letters.get(timeout=LOOK)
-            for line in process.news():  # of the answer before, so that its size is the right one
+            for line in process.news():  # about the previous answer, of this size
                 if _LOST in line:
                     raise LostServerError(f"{process.name} has lost the server")
                 if _UNSENT in line:
@@ -133,7 +133,7 @@ def serve(
 
 
 class Letter(NamedTuple):
-    """A message that has arrived as a whole, and what its answer needs."""
+    """A complete message, with the objects needed to answer it."""
 
     message: Message
     context: Context
@@ -142,7 +142,7 @@ class Letter(NamedTuple):
 
 
 def _unsent(line: str, size: int) -> str:
-    """Return why a SuperNode could not send an answer, with so many bytes of tensors."""
+    """Return the reason why an answer with ``size`` bytes of tensors was not sent."""
     reason = line.partition(_UNSENT)[2].partition(": ")[2]
     if " '413 " in reason:
         return (
@@ -154,7 +154,7 @@ def _unsent(line: str, size: int) -> str:
 
 
 def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> int:
-    """Answer a message that has arrived; return how many bytes of tensors it sends."""
+    """Answer a message, and return the number of bytes of the sent tensors."""
     TaskIdentity.run_id = letter.context.run_id
     TaskIdentity.node_id = letter.context.node_id
     size = 0
@@ -173,11 +173,11 @@ def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> int:
 
 
 def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
-    """Wait until a message has arrived as a whole: one of a run that has ended never does."""
+    """Wait until a message is complete. In a run that has ended, it never is."""
     heartbeat = Heartbeat(client)
     try:
         message, context = _pulled(client)
-    except Exception as error:  # of many kinds: it is gone, or its run is
+    except Exception as error:  # many kinds: the message or its run is gone
         heartbeat.stop()
         client.close()
         warnings.warn(f"a message did not arrive: {error}", stacklevel=2)
@@ -186,7 +186,7 @@ def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
 
 
 def _pulled(client: RuntimeHttpClient) -> tuple[Message, Context]:
-    """Return the message of a task: as Flower's own executor, but sooner, and without its code."""
+    """Return the message of a task, as Flower's executor does, but sooner and without code."""
     context = context_from_proto(client.PullTaskInput(PullTaskInputRequest()).context)
     (tree,) = client.PullMessages(PullAppMessagesRequest()).message_object_trees
     node = Node(node_id=context.node_id)

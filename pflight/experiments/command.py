@@ -1,4 +1,4 @@
-"""The commands ``compare`` and ``report``; errors that a user can mend are one line."""
+"""The commands ``compare`` and ``report``, with one line for each error that a user can fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tuning import Tuning
 
 
 def compare_and_print(options: argparse.Namespace) -> None:
-    """Run ``pflight compare``; the exit status is 1 if every run failed."""
+    """Run ``pflight compare``. The exit status is 1 if every run failed."""
     console = Console()
     with _in_one_line():
         results = compare(
@@ -58,7 +58,7 @@ def report_and_print(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Print an error that a user can mend as one line, and exit with status 2."""
+    """Print an error that a user can fix as one line, and exit with status 2."""
     try:
         yield
     except (ConfigurationError, ResultError) as error:

@@ -39,10 +39,10 @@ def compare(
 ) -> Results:
     """Compare methods: each is trained with every setting and seed, as by ``pflight fit``.
 
-    At a seed all methods have the same partition, initial weights, cohorts and batches. A run is a
-    folder of its own in ``out``. Runs there are not made again. A comparison that was stopped or
-    killed continues from the last round of each run. Methods, settings and seeds can be added.
-    Several processes, also on several machines, can work on the same comparison.
+    At a seed all methods have the same partition, initial weights, cohorts and batches. Each run
+    has its own folder in ``out``. Finished runs are not repeated. A stopped or killed comparison
+    continues from the last round of each run. Methods, settings and seeds can be added. Several
+    processes, also on several machines, can work on the same comparison.
 
     Args:
         configs: Configurations of data, clients and trainer, all but the method.
@@ -53,11 +53,11 @@ def compare(
             value.
         tuning: How the options in the methods' search spaces are chosen; by default not at all.
         out: The folder.
-        jobs: How many runs are made side by side, each in a process of its own.
-        baseline: The method with which the others are compared, by default the best.
-        target: A value of the metric that chooses rounds; the table has the rounds and bytes until
-            then.
-        console: Where progress is printed; standard output by default.
+        jobs: Number of parallel runs, each in its own process.
+        baseline: The method to compare the others with, by default the best.
+        target: A value of the metric that chooses rounds. The table shows the rounds and bytes
+            until this value.
+        console: The console for progress; standard output by default.
 
     Returns:
         The results. They are also saved in ``out``, as tables and figures.
@@ -94,11 +94,11 @@ def compare(
 
 
 def report(folders: Paths, *, baseline: str | None = None, target: float | None = None) -> Results:
-    """Return the results of run folders, whoever started them, or of comparisons.
+    """Return the results of run folders or of comparisons.
 
-    Runs of one configuration at several seeds are a row of the table. Rows of one method are named
-    by the options that differ. A run that no comparison has made is tested first, after its last
-    round and at its best one. The results are kept in its folder.
+    Runs of one configuration with several seeds are a row of the table. The names of a method's
+    rows contain the differing options. A run outside of any comparison is tested first, after its
+    last round and at its best one. The results are kept in its folder.
 
     Args:
         folders: Run folders, with their ``config.yaml`` and checkpoints, or those of comparisons.

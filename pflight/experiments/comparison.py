@@ -37,8 +37,8 @@ class DescribedRow:
         key: As in :class:`~pflight.experiments.outcome.Outcome`, like the next two.
         method: Its method's title.
         settings: Options that differ from its method's configuration.
-        tuned: How these were chosen, if they were tuned.
-        folder: The folder of its runs; ``None`` as long as its settings are being chosen.
+        tuned: How these settings were chosen, if they were tuned.
+        folder: The folder of its runs; ``None`` while its settings are being chosen.
         failed: Why the choice failed.
     """
 
@@ -76,9 +76,9 @@ class Choice:
 
     Attributes:
         row: The row with its method's own settings.
-        space: The options that are chosen.
+        space: The options to choose.
         study: The trials.
-        tuned: The row with the settings that were chosen.
+        tuned: The row with the chosen settings.
         failure: Why a trial failed, if one did.
     """
 
@@ -101,9 +101,9 @@ class Comparison:
         settings: Values of options by name; each combination is a row for the methods with these
             options.
         seeds: Number of seeds, from 0.
-        tuning: How further settings are chosen; ``None`` for not at all.
-        folder: Where all is kept.
-        jobs: How many runs are made side by side.
+        tuning: How to choose further settings; ``None`` for no tuning.
+        folder: The folder of the comparison.
+        jobs: Number of parallel runs.
 
     Raises:
         ConfigurationError: If an option is wrong, or the folder has another comparison.
@@ -144,7 +144,7 @@ class Comparison:
         }
         options = dict(flat(row.config))
         given = {*map(without_class, [*row.settings, *row.fixed])}
-        # A module of one's own need not have the options that shipped methods name.
+        # A user's module may lack options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}
         if self.tuning is None or not space:
             return row
@@ -153,7 +153,7 @@ class Comparison:
     def _check_names(self, rows: Sequence[Row]) -> None:
         """Raise for options in search spaces that no run has, if they may be misspelt.
 
-        A module of one's own need not have the options that shipped methods name.
+        A user's module may lack options that shipped methods name.
         """
         known = dict.fromkeys(option for row in rows for option, _ in flat(row.config))
         shipped = {path.resolve() for path in configs().values()}
@@ -184,10 +184,10 @@ class Comparison:
         named = {option for row in rows for option in row.method.space}
         return sorted(named.difference(*(dict(flat(row.config)) for row in rows)))
 
-    # What is to be done
+    # Work to do
 
     def due(self) -> list[Task]:
-        """Return the runs that can be made now and have not ended, in their order."""
+        """Return the unfinished runs that can be made now, in their order."""
         self._advance()
         return [
             Task(
@@ -207,7 +207,7 @@ class Comparison:
 
     @property
     def count(self) -> int:
-        """Number of all runs, those of trials included."""
+        """Number of all runs, including trials."""
         trials = self.tuning.trials * self.tuning.seeds if self.tuning else 0
         choices = sum(isinstance(row, Choice) for row in self.rows)
         return len(self.rows) * len(self.seeds) + choices * trials
@@ -221,7 +221,7 @@ class Comparison:
         return trials + sum(self._result(run) is not None for run in self._runs())
 
     def forget_failures(self) -> None:
-        """Make the runs again that failed when the comparison was last worked on."""
+        """Repeat the runs that failed in earlier work on the comparison."""
         for path in self.folder.glob(f"*/**/{FAILURE}"):
             path.unlink(missing_ok=True)
 
@@ -303,7 +303,7 @@ class Comparison:
             self._ended[run.folder] = found
         return self._ended[run.folder]
 
-    # What has been reached
+    # Results so far
 
     def results(self, **options: Any) -> Results:
         """Return the results so far.
@@ -314,10 +314,10 @@ class Comparison:
         return results_of(runs_of(self._described(), self.folder), **options)
 
     def save(self) -> None:
-        """Write down the rows and seeds, so that others can read the results.
+        """Save the rows and seeds, so that others can read the results.
 
         Raises:
-            ConfigurationError: If that can't be written.
+            ConfigurationError: If the file can't be written.
             OSError: If the disk is full.
         """
         try:
@@ -388,7 +388,7 @@ def runs_of(described: Described, folder: Path) -> list[Ended]:
                 ended = Failure(*whose, reason=row.failed, log=str(folder / TRIALS))
             elif row.folder:
                 ended = ended_in(folder / row.folder / f"seed-{seed}", row.key)
-            if isinstance(ended, Outcome):  # which other settings may have led to
+            if isinstance(ended, Outcome):  # other settings may give the same run
                 ended = replace(ended, method=row.method, settings=row.settings, tuned=row.tuned)
             found.append(ended or Waiting(*whose))
     return found

@@ -250,7 +250,7 @@ def _costs(findings: Findings) -> Iterator[str]:
 
 
 def _without_value(findings: Findings, row: Row) -> int:
-    """Return how many clients with test samples have no value, over all seeds."""
+    """Return the number of clients with test samples and without a value, over all seeds."""
     runs = row.runs.values()
     known = [np.isfinite(by_client(run, findings.metric, findings.when)).sum() for run in runs]
     return int(sum((np.array(run.samples["test"]) > 0).sum() for run in runs) - sum(known))

@@ -47,18 +47,18 @@ class Watcher(Protocol):
         """Another process makes a run."""
 
     def stopping(self, signum: int) -> None:
-        """A signal has come; the current rounds are the last."""
+        """A signal has arrived. The current rounds are the last."""
 
 
 class Worker:
     """A process that makes runs, one at a time.
 
     Args:
-        threads: Of its arithmetic, unless ``OMP_NUM_THREADS`` says otherwise.
+        threads: Number of threads, unless ``OMP_NUM_THREADS`` is set.
     """
 
     def __init__(self, threads: int) -> None:
-        # Each run is a process of its own, also where a scheduler started this one.
+        # Each run has its own process, also if a scheduler started this one.
         own = {name: v for name, v in os.environ.items() if not name.startswith("SLURM_")}
         own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         own.setdefault("OMP_NUM_THREADS", str(threads))
@@ -78,11 +78,11 @@ class Worker:
         """Let it make a run."""
         assert self.process.stdin is not None
         self.task = task
-        with suppress(BrokenPipeError):  # it has died; its output will tell
+        with suppress(BrokenPipeError):  # it has died; its output tells why
             self.process.stdin.write(f"{json.dumps(asdict(task))}\n".encode())
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have come; ``None`` if it has ended."""
+        """Return the arrived answers; ``None`` if the process has ended."""
         assert self.process.stdout is not None
         read = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self._read = (self._read + read).split(b"\n")
@@ -117,13 +117,13 @@ class Jobs:
         self._workers: list[Worker] = []
         self._events = selectors.DefaultSelector()
         self._elsewhere: dict[str, float] = {}  # when a folder was last found taken
-        self._failed: set[str] = set()  # folders: that a run failed can't always be written there
+        self._failed: set[str] = set()  # folders of failed runs; some can't hold a note
         self._deaths: dict[str, int] = {}
         self._signum = 0
         self._full: OSError | None = None
 
     def work(self) -> None:
-        """Make all runs, and wait for those that other processes make.
+        """Make all runs, and wait for runs of other processes.
 
         A signal ends it after the current rounds, with ``SystemExit``; a second Ctrl-C at once.
 
@@ -197,7 +197,7 @@ class Jobs:
                 self._hear(key.data)
 
     def _busy(self) -> set[str]:
-        """Return the folders of the runs that go on here."""
+        """Return the folders of the current runs of this process."""
         return {worker.task.folder for worker in self._workers if worker.task}
 
     def _hear(self, worker: Worker) -> None:
@@ -220,7 +220,7 @@ class Jobs:
                 self._ended(task, answer.get("failed"))
 
     def _bury(self, worker: Worker) -> None:
-        """Forget a process that has died; its run is begun again once."""
+        """Remove a dead process. Its run is started again once."""
         assert worker.process.stdout is not None
         self._events.unregister(worker.process.stdout)
         self._workers.remove(worker)

@@ -1,4 +1,4 @@
-"""A run's results: it is trained as by ``pflight fit``, then its clients are tested."""
+"""Measure a run: train it as ``pflight fit`` does, then test its clients."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Task:
         key: As in :class:`~pflight.experiments.outcome.Outcome`.
         method: Its method's title.
         settings: Options that differ from its method's configuration.
-        tuned: How these were chosen, if they were tuned.
+        tuned: How these settings were chosen, if they were tuned.
         seed: Its seed.
         arguments: The arguments of ``pflight fit``.
         folder: Its run folder.
         tests: Whether clients are tested at the end.
-        beside: How many jobs run on the machine, this one included.
+        beside: Number of jobs on the machine, including this one.
     """
 
     key: str
@@ -98,7 +98,7 @@ class Clock(L.Callback):
 
 @dataclass
 class SomebodyIsJudged(L.Callback):
-    """Raises before the first round if no client has samples to judge it by.
+    """Raises before the first round if no client has samples for evaluation.
 
     Attributes:
         split: The samples.
@@ -123,7 +123,7 @@ class MeasuredRun(FederationCLI):
 
     Args:
         task: The run.
-        stop: Ends it when a signal comes.
+        stop: Ends the run when a signal arrives.
         clock: Its clock.
     """
 
@@ -141,7 +141,7 @@ class MeasuredRun(FederationCLI):
 
 
 class ReadRun(FederationCLI):
-    """A run folder that is read, and not written to.
+    """A run folder that is only read.
 
     Args:
         folder: The folder.
@@ -173,8 +173,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         last: The checkpoint of the last round; by default the models are already in this state.
 
     Raises:
-        ConfigurationError: If it is no federation, no client has samples to judge it by, or no
-            metric decides about the best round.
+        ConfigurationError: If the run is no federation, no client has samples for evaluation, or no
+            metric chooses the best round.
         ClientError: If no client could be trained in any round.
     """
     federation, data, trainer = run.model, run.datamodule, run.trainer
@@ -237,7 +237,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
 
 
 def ended_in(folder: Path, key: str) -> Outcome | Failure | None:
-    """Return the end of the run with a key; ``None`` if it goes on or its file is damaged."""
+    """Return the end of the run with a key; ``None`` if unfinished or if its file is damaged."""
     for kind, name in ((Outcome, RESULTS), (Failure, FAILURE)):
         if (folder / name).is_file():
             try:
@@ -251,7 +251,7 @@ def ended_in(folder: Path, key: str) -> Outcome | Failure | None:
 
 
 def note_failure(task: Task, reason: str) -> None:
-    """Write down that a run failed, if there is space."""
+    """Save a run's failure, if there is space."""
     folder = Path(task.folder)
     whose = task.key, task.method, task.settings, task.seed
     with suppress(OSError):
@@ -260,7 +260,7 @@ def note_failure(task: Task, reason: str) -> None:
 
 
 def _tested(run: FederationCLI, checkpoint: str | None) -> Moment:
-    """Test the clients, now or as they were when a checkpoint was saved."""
+    """Test the clients in their current state or in the state of a checkpoint."""
     federation: Federation = run.model
     tested = run.trainer.test(federation, run.datamodule, ckpt_path=checkpoint, verbose=False)
     if not tested:

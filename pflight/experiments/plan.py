@@ -120,7 +120,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of ``pflight fit``; a run that has begun goes on."""
+        """The arguments of ``pflight fit``. A run that has begun continues."""
         return [
             *self.row.arguments,
             f"--seed_everything={self.seed}",

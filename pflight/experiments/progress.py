@@ -89,7 +89,7 @@ class RunsProgress:
             self.say(f"{_name(task)}: {by}")
 
     def stopping(self, signum: int) -> None:
-        """A signal has come; the current rounds are the last."""
+        """A signal has arrived. The current rounds are the last."""
         more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
         self.say(f"stopping after the current rounds: the same command continues{more}")
 

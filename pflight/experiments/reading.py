@@ -1,4 +1,4 @@
-"""Run folders that no comparison has made, and rows of several comparisons."""
+"""Read run folders outside of comparisons, and rows of several comparisons."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .plan import flat, key_of, without_place
 
 
 def read_run(folder: Path) -> Ended:
-    """Return a run's results, after testing its clients if they have not been tested since.
+    """Return a run's results, and test its clients first if necessary.
 
-    The settings are all of its options. A run that has rounds to make waits.
+    Its settings are all its options. A run with rounds left counts as waiting.
     """
     seed, options = _options_in(folder)
     settings, task = dict(flat(options)), Task(key_of(options), "", {}, seed, [], str(folder))
@@ -53,9 +53,9 @@ def read_run(folder: Path) -> Ended:
 
 
 def _left_of(run: ReadRun) -> int:
-    """Return the number of rounds that a run still has to make; 0 if it was stopped early.
+    """Return the number of a run's missing rounds; 0 if it was stopped early.
 
-    A run that does not save each round may have made them all.
+    A run that does not save each round may be complete.
     """
     if not (run.folder.checkpoints / "last.ckpt").is_file():
         return 0

@@ -261,8 +261,8 @@ class Results:
         """Write ``table.md``, ``table.tex``, ``table.csv``, ``table.html`` and the figures.
 
         Args:
-            folder: Where to; it is made if it does not exist. Files of an earlier table are
-                replaced.
+            folder: The folder to write to. It is made if it does not exist. Files of an earlier
+                table are replaced.
 
         Returns:
             The paths of the files.

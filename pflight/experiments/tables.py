@@ -63,10 +63,10 @@ class Table:
     """A table with text in its cells.
 
     Args:
-        title: What it shows.
+        title: The title of the table.
         columns: The heading of each column.
         rows: The cells of each row.
-        text: How many of the first columns are words, and are aligned on the left.
+        text: Number of first columns with words, aligned on the left.
     """
 
     title: str

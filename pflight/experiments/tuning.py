@@ -27,9 +27,10 @@ class Tuning:
     """How settings are chosen.
 
     Args:
-        trials: Settings that are tried for each method. The first come from its configuration.
+        trials: Number of settings to try for each method. The first settings come from its
+            configuration.
         seeds: Number of seeds of each trial.
-        sampler: Optuna's: ``tpe``, which learns from earlier trials, or ``random``.
+        sampler: A sampler of Optuna: ``tpe``, which learns from earlier trials, or ``random``.
 
     Raises:
         ConfigurationError: If an option is out of range, or Optuna is not installed.
@@ -86,11 +87,11 @@ class Tuning:
 class Study:
     """The trials of one method.
 
-    Optuna is asked anew in each process. In the same order it proposes the same, so only the runs
-    of the trials are kept. Trials that do not learn from others may run at the same time. For TPE
-    they are points of a Halton sequence, so a few of them cover the ranges. The first options, such
-    as the clients' learning rate, get the same values for all methods. The first trial has the
-    method's own values. Optuna learns from it if it could have drawn them.
+    Each process runs Optuna again. Its proposals are reproducible, so only the runs of the trials
+    are kept. Trials that do not learn from others may run at the same time. For TPE they are points
+    of a Halton sequence, so a few of them cover the ranges. The first options, such as the clients'
+    learning rate, get the same values for all methods. The first trial has the method's own values.
+    Optuna learns from it if it could have drawn these values.
 
     Args:
         tuning: How settings are chosen.

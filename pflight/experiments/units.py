@@ -1,4 +1,4 @@
-"""How numbers are written in tables and on the axes of figures."""
+"""The format of numbers in tables and on the axes of figures."""
 
 from __future__ import annotations
 

@@ -34,16 +34,16 @@ _CROSSES: dict[str, Any] = {"s": 200, "color": "black", "marker": "+", "linewidt
 
 @checked
 class ClusterPlot(RepeatedPicture):
-    """Draws the models that clients returned in the plane of their first two principal components.
+    """Draws the clients' returned models in the plane of their first two principal components.
 
     A point stands for the parameters that a client returned at its last participation. If the
-    server callback has ``assignments``, a LongTensor ``[num_clients]`` with -1 for none, as FeSEM
-    does, points are coloured by cluster, and crosses are the clusters' models. With many clients,
-    only a random sample is drawn. The picture is called ``clusters``; it needs at least two clients
-    that have answered.
+    server callback has ``assignments``, as FeSEM does, points are coloured by cluster, and crosses
+    are the clusters' models. ``assignments`` is a LongTensor ``[num_clients]`` with -1 for none.
+    With many clients, only a random sample is drawn. The picture is called ``clusters``. It needs
+    at least two clients that have answered.
 
     Models of more than 2,048 parameters are folded to 2,048 numbers with random signs (see
-    :func:`fold`), which keeps distances to about 3 %. So the sample takes at most 8 kB per client,
+    :func:`fold`). This changes distances by about 3 %. So the sample takes at most 8 kB per client,
     in memory and in each checkpoint: 3.3 MB for 400 clients.
 
     Args:

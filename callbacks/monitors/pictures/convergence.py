@@ -34,7 +34,7 @@ class ConvergencePlot(Picture):
     clusters, or several algorithms. The picture is called ``convergence``.
 
     Args:
-        metrics: Tags of the metrics, as TensorBoard has them.
+        metrics: Tags of the metrics, as in TensorBoard.
         runs: Folders of earlier runs, read from their TensorBoard events: a list, or a dictionary
             from labels to folders.
         label: This run's name among them.

@@ -1,4 +1,4 @@
-"""A picture of how the clients' average features move from round to round."""
+"""A picture of the clients' average features over rounds."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ _PATHS: dict[str, Any] = {"linewidth": 0.6, "zorder": 1}
 class EmbeddingTrajectory(Picture):
     """Draws the clients' average features of every round in two dimensions, by t-SNE.
 
-    After each round, every client of a random sample runs the model that it is judged by on its own
-    samples, and the inputs of the network's last linear layer are averaged: one point for each
-    client and round. With ``finetune_epochs``, the clients are fine-tuned for this. t-SNE needs all
-    points at once, so the picture is drawn when the fit ends; it takes about a second per thousand
-    points. It is called ``embedding``, or ``embedding/first-<n>-rounds``.
+    After each round, every client of a random sample runs its judged model on its own samples. A
+    point is the mean input of the network's last linear layer, for each client and round. With
+    ``finetune_epochs``, the clients are fine-tuned for this. t-SNE needs all points at once, so the
+    picture is drawn when the fit ends. This takes about a second per thousand points. The picture
+    is called ``embedding``, or ``embedding/first-<n>-rounds``.
 
     The averages are part of each checkpoint, which grows with the number of rounds drawn.
 
     Args:
-        rounds: Numbers of first rounds to draw, with a picture for each number, as FedEC does for
-            30 and 100; by default one picture of all rounds. A shorter run is drawn as far as it
-            went.
+        rounds: Numbers of first rounds to draw, with a picture for each number; by default one
+            picture of all rounds. FedEC draws 30 and 100. A shorter run is drawn up to its end.
         max_clients: Number of clients in the sample.
         every: Number of rounds between two averages.
         split: The samples to average over: ``train``, ``val`` or ``test``.
-        color: What colours show: ``client``, with later rounds darker, or ``round``.
+        color: The meaning of colours: ``client``, with later rounds darker, or ``round``.
 
     Raises:
         ConfigurationError: If an option is out of range or, before training starts, if the network
@@ -146,7 +145,7 @@ class EmbeddingTrajectory(Picture):
 
 
 def mean_features(client: L.LightningModule, x: Tensor, batch_size: int = 1024) -> Tensor:
-    """Return the inputs of the linear layer that runs last, averaged over samples.
+    """Return the mean inputs of the last linear layer to run, over samples.
 
     Args:
         client: The client module; it is left in evaluation mode.
@@ -199,7 +198,7 @@ def embedding_figure(
         clients: The clients' ids ``[C]``.
         color: ``client``, with later rounds darker, or ``round``.
         seed: Seed of t-SNE.
-        label: Returns how a client is called in the legend.
+        label: Returns a client's name in the legend.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. A thin line follows each

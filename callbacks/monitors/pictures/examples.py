@@ -1,4 +1,4 @@
-"""A picture of example images of the clients of each cluster."""
+"""A picture of example images from the clients of each cluster."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ClusterExamples(RepeatedPicture):
 
 
 def is_image(sample: Tensor) -> bool:
-    """Return whether a sample can be shown: numbers ``[H, W]``, ``[1, H, W]`` or ``[3, H, W]``."""
+    """Return whether a sample is an image: numbers ``[H, W]``, ``[1, H, W]`` or ``[3, H, W]``."""
     return sample.dim() == 2 or (sample.dim() == 3 and len(sample) in (1, 3))
 
 
@@ -115,7 +115,7 @@ def examples_figure(
         blocks: For each cluster, for each client, images ``[n, H, W]``, ``[n, 1, H, W]`` or
             ``[n, 3, H, W]``; at least one image in all.
         sizes: The number of clients in each cluster, for the titles; ``None`` for no titles.
-        label: Returns how a client is called.
+        label: Returns a client's name.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``.

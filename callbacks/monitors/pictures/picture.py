@@ -1,4 +1,4 @@
-"""The base classes of pictures: when they are drawn, and where they are saved."""
+"""The base classes of pictures. They define when pictures are drawn and where they are saved."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Picture(L.Callback):
         self._undrawn = False
 
     def start(self, federation: Federation) -> None:
-        """Prepare, before the first round; raise a ConfigurationError if it can't be drawn."""
+        """Prepare before the first round. Raise a ConfigurationError if drawing is impossible."""
 
     def observe(self, federation: Federation) -> None:
-        """Record what will be drawn; all ranks call it before each drawing."""
+        """Record the values to draw. All ranks call it before each drawing."""
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
-        """Return the figures by name, or none; called on rank 0 only."""
+        """Return the figures by name, or none. Called on rank 0 only."""
         raise NotImplementedError(f"{type(self).__name__} must define figures(federation)")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -61,7 +61,7 @@ class Picture(L.Callback):
             self.draw(trainer, pl_module)
 
     def draw(self, trainer: L.Trainer, federation: Federation) -> None:
-        """Draw the state after the last round; all ranks have to call it."""
+        """Draw the state after the last round. All ranks have to call it."""
         self.observe(federation)
         self._undrawn = False
         if trainer.is_global_zero:
@@ -86,7 +86,7 @@ class RepeatedPicture(Picture):
         self.every = every
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the round if it is its turn."""
+        """Draw the round if it is due."""
         super().on_train_epoch_end(trainer, pl_module)
         if not isinstance(pl_module, Federation):
             return
@@ -99,7 +99,7 @@ class RepeatedPicture(Picture):
 
 
 def stacked(by_round: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of many rounds as two tensors, which a checkpoint saves faster."""
+    """Return the tensors of many rounds as two tensors. Checkpoints save them faster."""
     if not by_round:
         return {}
     return {"rounds": torch.tensor([*by_round]), "values": torch.stack([*by_round.values()])}
@@ -111,7 +111,7 @@ def unstacked(state: Mapping[str, Tensor]) -> dict[int, Tensor]:
 
 
 def new_figure(width: float = 7.0, height: float = 4.5) -> Figure:
-    """Return a figure without a window; its size is in inches, and nothing is cut off."""
+    """Return a figure without a window, of a size in inches, with nothing cut off."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")

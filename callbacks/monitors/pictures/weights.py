@@ -1,4 +1,4 @@
-"""Pictures of how much each client takes from each other client, layer by layer."""
+"""Pictures of each client's weights of all clients' models, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 6
 _MOST_CLIENTS = 50
-_NAMED = 5  # other clients that have a colour
+_NAMED = 5  # other clients with a colour
 _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "")  # of the bars, from below
-_PREFIX = "network."  # of the layers of a client's network, which pictures leave out
+_PREFIX = "network."  # of layer names, left out in pictures
 
 
 @checked
 class AggregationWeights(RepeatedPicture):
-    """Draws the weights with which a server mixes clients' layers, as pFedLA does.
+    """Draws the server's weights in mixtures of clients' layers, as in pFedLA.
 
-    The pictures are ``weights/heatmap``, a matrix of clients by clients for each layer;
-    ``weights/client-<i>-evolution``, one client's weights over rounds for each layer; and
-    ``weights/client-<i>-layers``, that client's weights as a bar for each layer. The server
-    callback needs a method ``layer_weights(clients)`` that returns ``{layer name: Tensor [C,
-    num_clients]}`` with rows that sum to 1.
+    ``weights/heatmap`` is a matrix of clients by clients for each layer.
+    ``weights/client-<i>-evolution`` shows one client's weights over rounds for each layer.
+    ``weights/client-<i>-layers`` shows this client's weights as a bar for each layer. The server
+    callback needs a method ``layer_weights(clients)`` that returns
+    ``{layer name: Tensor [C, num_clients]}`` with rows that sum to 1.
 
     Args:
         layers: Names of the layers as in ``federation.layout.layers``, with or without the prefix
             ``network.``; by default up to 6, evenly spaced from the first to the last.
-        client: The client whose weights are drawn over rounds and as bars.
+        client: The client to draw over rounds and as bars.
         clients: The clients in the heatmap; by default all, or 50 evenly spaced ones.
         every: As in :class:`RepeatedPicture`.
 
@@ -145,14 +145,14 @@ def heatmap_figure(
     """Draw a matrix of weights for each layer.
 
     Args:
-        matrices: For each layer, weights ``[C, C]``; row ``i`` is how much client ``i`` takes from
-            each of the clients.
+        matrices: For each layer, weights ``[C, C]``. Row ``i`` holds client ``i``'s weights of all
+            clients.
         clients: Their ids, ``C`` of them.
-        label: Returns how a client is called.
+        label: Returns a client's name.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. All panels have the same
-        colour scale, by the square root of a weight, so that small weights differ visibly too.
+        colour scale. It shows the square root of a weight, so small weights differ visibly, too.
     """
     from matplotlib.colors import PowerNorm
 
@@ -190,13 +190,13 @@ def evolution_figure(
         rounds: The rounds' numbers, ``R`` of them.
         layers: The layers' names, ``L`` of them.
         client: The client.
-        label: Returns how a client is called.
+        label: Returns a client's name.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. The client itself, in front,
-        and the clients with the largest weights in the last round have colours and markers; all
-        others are grey. The axis shows the square root of a weight, so that small weights differ
-        visibly too.
+        and the clients with the largest weights in the last round have colours and markers. All
+        others are grey. The axis shows the square root of a weight, so small weights differ
+        visibly, too.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -243,11 +243,11 @@ def bars_figure(
         weights: Weights ``[L, num_clients]``.
         layers: The layers' names, ``L`` of them.
         client: The client; its own weight is at the bottom.
-        label: Returns how a client is called.
+        label: Returns a client's name.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. All but the five clients with
-        the largest weights are added up.
+        A figure without a window, ready for a logger or ``savefig``. The client and the five other
+        clients with the largest weights have their own bars. All others are added up.
     """
     named = _heaviest(weights, client)
     values = weights.numpy()
@@ -285,7 +285,7 @@ def bars_figure(
 def _panels(
     count: int, width: float, height: float, aside: float, share: bool = False
 ) -> tuple[Figure, list[Axes], int]:
-    """Return a figure with some panels, up to three in a row, and how many there are in a row."""
+    """Return a figure with panels, up to three in a row, and the number of panels in a row."""
     columns = min(count, 3)
     lines = math.ceil(count / columns)
     figure = new_figure(columns * width + aside, lines * height + 0.4)
