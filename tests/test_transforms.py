@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -426,8 +427,9 @@ def test_what_the_clients_remember_is_counted(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [4 * D, 8 * D, 0]
 
 
-def test_memory_on_disk_is_the_same() -> None:
-    assert_equal(trained(client_memory="disk"), trained())
+def test_memory_on_disk_is_the_same(tmp_path: Path) -> None:
+    on_disk = trained(client_memory="disk", trainer={"default_root_dir": tmp_path})
+    assert_equal(on_disk, trained())
 
 
 @ENGINES
