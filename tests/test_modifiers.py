@@ -26,6 +26,7 @@ from pflight.callbacks import (
     FedCP,
     FedEC,
     FedLC,
+    FedNova,
     FedPAC,
     FedProx,
     FedRep,
@@ -635,6 +636,19 @@ def test_a_term_of_logits_has_a_memory_beside_that_of_its_method(
         one.server_states()[0]["network.0.weight"] - without.server_states()[0]["network.0.weight"]
     )
     assert moved.abs().max() > 1e-6
+
+
+@ENGINES
+def test_fednovas_path_knows_of_a_pull(engine: str) -> None:
+    """So the modifier is the method's own option, to the bit."""
+    data = small_data((3, 20, 9, 14))
+    one, other = (
+        run(batchnorm_client(), data, callback, 3, engine=engine, local_epochs=2)
+        for callback in (FedNova(mu=0.7), FedNova(modifiers=[Proximal(0.7)]))
+    )
+    assert_equal(one, other)
+    said = refusal(FedNova(modifiers=[Proximal(0.7, "eq7")]))
+    assert said.startswith("FedNova: the length of a client's path is that of a plain pull")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.method import OWN, ClientMethod, LocalClient, client_method_for
 from pflight.models.client_methods.proximal import Proximal
 from pflight.models.client_methods.sgd import sgd_of
+from pflight.modifiers import Proximal as Pull
 from pflight.options import checked
 from pflight.states.state import WeightedMean
 from pflight.states.updates import ClientUpdates
@@ -50,11 +52,25 @@ class Normalised(ClientMethod):
 
     def __init__(self, mu: float = 0.0, tells_steps: bool = False) -> None:
         self.proximal = client_method_for(self, Proximal, mu=mu)
-        self.needs_constant_lr = mu > 0
         self.tells_steps = tells_steps
+
+    @property
+    def mu(self) -> float:
+        """The weight of all that pulls, with that of a modifier."""
+        return self.proximal.mu + sum(one.mu for one in self.terms if isinstance(one, Pull))
+
+    @property
+    def needs_constant_lr(self) -> bool:  # type: ignore[override]
+        """Whether the length depends on the step size, as it does with a pull."""
+        return self.mu > 0
 
     def check(self, module: LightningModule) -> None:
         """Raise unless a module is trained by SGD without clipping. Others have no such path."""
+        if any(isinstance(one, Pull) and one.scaling != "plain" for one in self.terms):
+            raise ConfigurationError(
+                "FedNova: the length of a client's path is that of a plain pull: take "
+                "Proximal(scaling='plain')"
+            )
         needs = "FedNova: the length of a client's path needs SGD with one positive lr"
         self.descending = sgd_of(module, needs, momentum=True)
 
@@ -90,7 +106,7 @@ class Normalised(ClientMethod):
         bits of the number of steps.
         """
         lr, rho, nesterov = self.descending
-        q = torch.tensor([-lr * self.proximal.mu, 0.0, 1.0], dtype=torch.double)
+        q = torch.tensor([-lr * self.mu, 0.0, 1.0], dtype=torch.double)
         u, v, one = torch.eye(3, dtype=torch.double)
         moved = rho * v + q
         step = torch.stack([u + q + rho * moved if nesterov else u + moved, moved, one])
