@@ -43,6 +43,10 @@ class ClientModel:
         """See :class:`~pflight.method.LocalClient`."""
         return memory_for(None, self.remembered)
 
+    @memory.setter
+    def memory(self, kept: Mapping[str, Tensor] | None) -> None:
+        self.remembered = kept
+
     def memory_of(self, term: AddedTerm) -> Mapping[str, Tensor] | None:
         """See :class:`~pflight.method.LocalClient`."""
         return memory_for(term, self.remembered)
