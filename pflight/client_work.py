@@ -289,7 +289,8 @@ class ClientWork:
         names = ClientMethod.remembered(self.client_method, self.layout)
         if not begin:
             names = self.client_method.remembered(self.layout)
-        return states.update({name: kept[f"{begin}{name}"] for name in names})
+        own = {name: kept[f"{begin}{name}"] for name in names}
+        return TensorDict({**states, **own}, batch_size=states.batch_size)
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was written into a slot of the clients' memory, by default ``default``."""

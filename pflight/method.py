@@ -495,16 +495,29 @@ class Passed:
     Args:
         client: The client.
         notes: Whether it does.
+        batch: The batch; ``None`` if the client optimizes by hand.
 
     Attributes:
-        logits: What the network gave ``[n, K]``, with gradients; ``None`` before the pass.
+        batch: The batch, for :meth:`LocalClient.labels` and the like.
     """
 
-    def __init__(self, client: LocalClient, notes: bool = False) -> None:
+    def __init__(self, client: LocalClient, notes: bool = False, batch: Any = None) -> None:
         self._client = client
         self._notes = notes
         self._from_features = False
-        self.logits: Tensor | None = None
+        self._logits: Tensor | None = None
+        self.batch = batch
+
+    @property
+    def logits(self) -> Tensor:
+        """The network's logits ``[n, K]`` in this pass, with gradients.
+
+        Raises:
+            RuntimeError: If no term says that it needs them.
+        """
+        if self._logits is None:
+            raise RuntimeError("a term that looks at logits has to set needs_logits")
+        return self._logits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -515,17 +528,17 @@ class Passed:
 
     def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
         """See :class:`LocalClient`."""
-        loss, self.logits = self._client.task_loss_and_logits(batch)
-        self._from_features = False
-        return loss, self.logits
+        loss, logits = self._client.task_loss_and_logits(batch)
+        self._from_features, self._logits = False, logits
+        return loss, logits
 
     def task_loss_and_features(
         self, batch: Any, outputs: Outputs | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`LocalClient`."""
-        loss, features, self.logits = self._client.task_loss_and_features(batch, outputs)
-        self._from_features = True
-        return loss, features, self.logits
+        loss, features, logits = self._client.task_loss_and_features(batch, outputs)
+        self._from_features, self._logits = True, logits
+        return loss, features, logits
 
     def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the logits ``[n, K]`` of the same batch with other tensors, such as a memory."""
@@ -652,7 +665,7 @@ class ClientMethod:
         """Return what engines minimise: :meth:`loss` and the terms of modifiers."""
         if not self.terms:
             return self.loss(c, batch)
-        passed: Any = Passed(c, any(term.needs_logits for term in self.terms))
+        passed: Any = Passed(c, any(term.needs_logits for term in self.terms), batch)
         loss = self.loss(passed, batch)
         for value in self._values(passed):
             loss = loss + value

@@ -394,7 +394,6 @@ class Elastic(Term):
             return None
         if self.constraint == "l2":
             return to_history(c, history, self.alpha)
-        assert c.logits is not None
         return self.alpha * c.seen * c.mean(divergences(c.logits, c.logits_with(history)))
 
 

@@ -20,7 +20,7 @@ from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .messages import nothing_sent
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
-from .modifiers import Frozen, Modifier, Private, Term, by_name, check_owners, private_in
+from .modifiers import Frozen, Modifier, OfLayers, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
 from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
@@ -201,6 +201,16 @@ class ServerCallback(L.Callback):
             raise ConfigurationError(
                 f"{name}: {' and '.join(steps)} both replace the training step: take one of them"
             )
+        for one in active:
+            if not isinstance(one, Term | Transform | OfLayers):
+                raise ConfigurationError(
+                    f"{name}: {type(one).__name__} would change nothing: derive it from "
+                    "pflight.modifiers.Term or pflight.transforms.Transform"
+                )
+            if isinstance(one, Transform) and getattr(one, "stage", None) not in STAGES:
+                raise ConfigurationError(
+                    f"{type(one).__name__}: stage must be one of {', '.join(STAGES)}"
+                )
         for stage in STAGES:
             both = [type(one).__name__ for one in self.transforms if one.stage == stage]
             if len(both) > 1:
@@ -393,10 +403,10 @@ class ServerCallback(L.Callback):
     @property
     def kept_names(self) -> tuple[str, ...]:
         """Names of the entries that clients keep between rounds, by default the private ones."""
-        private = self.modifiers.get("private")
-        if not isinstance(private, Private) or private.keep:
-            return self.private
-        anew = private.names(self.clients.module, self.clients.layout)
+        private = [one for one in self.active_modifiers if isinstance(one, Private)]
+        anew = private_in(
+            (one for one in private if not one.keep), self.clients.module, self.clients.layout
+        )
         return tuple(name for name in self.private if name not in anew)
 
     @property

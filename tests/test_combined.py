@@ -108,6 +108,8 @@ def test_an_option_of_a_modifier_is_addressed_by_its_name(
     assert options["modifiers"]["proximal"]["init_args"]["mu"] == 0.7
     said = error(capsys, "fesem", *two, f"{ADDED}.proximal.nu=0.7", rounds=1, root="bad")
     assert "nu" in said
+    said = error(capsys, "fesem", f"{ADDED}.clip.norm=0.7", rounds=1, root="bad")
+    assert said.startswith("trainer.callbacks.modifiers.clip has no class: give --trainer")
     said = error(capsys, "fesem", f"{ADDED}.proximal=Private", rounds=1, root="bad")
     assert "the modifier Private is called private, not proximal" in said
 
@@ -146,6 +148,11 @@ class TestNames:
             ("fesem+privat_head", "there is no modifier 'privat_head': did you mean private_head?"),
             ("fesme+private_head", "there is no method 'fesme': did you mean fesem?"),
             ("fesem+own.Thing", "there is no modifier class 'own.Thing' that can be imported"),
+            (
+                "fesem+private_head+private_norms",
+                "fesem+private_head+private_norms: a method takes",
+            ),
+            ("fesem+clip+clip", "fesem+clip+clip: a method takes one Clip"),
         ],
     )
     def test_a_misspelt_name(self, name: str, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -254,8 +255,8 @@ def test_a_single_modifier_without_a_list_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Private([]), "Private: name the layers that stay with the clients"),
-        (lambda: Private(""), "Private: name the layers that stay with the clients"),
+        (lambda: Private([]), "Private: name the layers"),
+        (lambda: Private(""), "Private: name the layers"),
         (lambda: Proximal(-0.1), "Proximal: mu must be"),
         (lambda: Proximal(0.1, "eq9"), "Proximal: scaling must be"),
         (lambda: Clip(0), "Clip: norm must be"),
@@ -287,7 +288,7 @@ def test_a_federation_takes_one_server_callback() -> None:
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        (Private(["head", "*lora_B*"]), "Private(layers=['head', '*lora_B*'], keep=True)"),
+        (Private(["head", "*lora_B*"]), "Private(layers=['*lora_B*', 'head'], keep=True)"),
         (Proximal(0.5, "eq7"), "Proximal(mu=0.5, scaling='eq7')"),
         (Clip(), "Clip(norm=1.0)"),
         (TopK(0.2, error_feedback=False), "TopK(fraction=0.2, error_feedback=False)"),
@@ -827,3 +828,101 @@ def test_a_term_of_ones_own(engine: str) -> None:
     own = run(client, data, FedAvg(modifiers=[Shorter(0.05)]), 2, engine=engine)
     torch.testing.assert_close(own.server_states()[0], plain(0.1).server_states()[0])
     assert own.callback.name_in_results == "FedAvg + shorter"
+
+
+class InPlace(Transform):
+    """Changes what it is given."""
+
+    stage = "clip"
+
+    def __call__(self, updates: Tensor, draw: Draw) -> Tensor:
+        return updates.mul_(0.5)
+
+
+class Halved(InPlace):
+    def __call__(self, updates: Tensor, draw: Draw) -> Tensor:
+        return updates * 0.5
+
+
+class Cheap(Halved):
+    """Says that it is small, and packs nothing."""
+
+    def nbytes(self, size: int, itemsize: int) -> int:
+        return 1
+
+
+def test_a_transform_may_change_what_it_is_given() -> None:
+    one, other = (train(FedAvg(modifiers=[kind()])) for kind in (InPlace, Halved))
+    assert_equal(one, other)
+    with pytest.raises(AssertionError):
+        assert_equal(one, train(FedAvg()))
+
+
+def test_bytes_are_those_of_what_is_packed() -> None:
+    cheap, plain = train(FedAvg(modifiers=[Cheap()])), train(FedAvg())
+    assert [e.bytes_up for e in cheap.history] == [e.bytes_up for e in plain.history]
+
+
+class Odd(Halved):
+    def __call__(self, updates: Tensor, draw: Draw) -> Tensor:
+        return updates[:, :1]
+
+
+class Stageless(Transform):
+    """Does not say when it runs."""
+
+
+class Idle(Modifier):
+    """Is neither a term nor a transform."""
+
+
+class Looking(Term):
+    """Looks at logits without a word."""
+
+    def value(self, c: Any) -> Tensor:
+        return c.logits.square().mean()
+
+
+def test_what_an_own_modifier_lacks_is_said() -> None:
+    assert refusal(FedAvg(modifiers=[Stageless()])).startswith("Stageless: stage must be one of")
+    assert refusal(FedAvg(modifiers=[Idle()])).startswith("FedAvg: Idle would change nothing")
+    assert "Odd must return updates of the shape" in refusal(FedAvg(modifiers=[Odd()]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError):
+            train(FedAvg(modifiers=[Looking()]))
+    assert any("has to set needs_logits" in str(one.message) for one in caught)
+
+
+class Labelled(Term):
+    """A term of logits and labels: the mean margin of the right class."""
+
+    @property
+    def needs_logits(self) -> bool:
+        return True
+
+    def value(self, c: Any) -> Tensor:
+        right = (c.logits * c.classes(c.batch)).sum(1)
+        return 0.1 * c.mean(c.logits.logsumexp(1) - right)
+
+
+def test_a_term_may_look_at_labels() -> None:
+    """Here it is a tenth of the loss itself."""
+    one, other = (
+        run(
+            batchnorm_client().double(),
+            small_data(cohort_size=4, dtype=torch.float64),
+            FedAvg(modifiers=[Labelled()]),
+            2,
+            engine=engine,
+        )
+        for engine in ("sequential", "vectorized")
+    )
+    assert other.clients.attached_engine.obstacle is None
+    torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_modifier_among_the_callbacks_is_named() -> None:
+    trainer = quiet_trainer(1, FedAvg(), Private("head"))
+    with pytest.raises(ConfigurationError, match="Private is no callback of the Trainer"):
+        trainer.fit(Federation(batchnorm_client()), datamodule=small_data())

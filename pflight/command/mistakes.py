@@ -189,6 +189,8 @@ class _Options:
         beside = [name for name in self._all if name.rpartition(".")[0] == parent]
         said = no_option(one.name, [*beside, *self._all, *OF_THE_PARSER])
         said = too_early(one.name) if one.name in self._all else said
+        if parent not in self._now and self._of_each(parent.rpartition(".")[0]) is not None:
+            said = f"{parent} has no class: give --{parent} CLASS before {one.name}"
         return UnknownOptionError(one.said(said), [one.name])
 
     def _note(self, one: Given, check: bool = False) -> None:

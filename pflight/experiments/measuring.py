@@ -333,7 +333,8 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     """
     federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)
-    parameters = {*StateLayout.of(federation.client).parameters}
+    named = {name for name, _ in federation.client.named_parameters()}  # also those that are frozen
+    parameters = named & {*StateLayout.of(federation.client).names}
     state = federation.client.state_dict()
     own = (name for name in state if not name.startswith(f"{EXTRA}."))
     weights = [state[name] for name in own if name in parameters]

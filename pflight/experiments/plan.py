@@ -264,6 +264,11 @@ def _modified(method: Method, name: str) -> Method:
     option = f"trainer.callbacks.modifiers.{kind.name}"
     told = {option: f"{kind.__module__}.{kind.__qualname__}"}
     told |= {f"{option}.{n}": value for n, value in named.options.items()}
+    if [given for given in method.modifiers if given.startswith(f"--{option}=")]:
+        raise ConfigurationError(
+            f"{method.name}+{name}: a method takes one {kind.__name__}; give a method of your own, "
+            "in a .yaml file, the options of both"
+        )
     return Method(
         f"{method.name}+{name}",
         f"{method.title} + {kind(**named.options).title}",

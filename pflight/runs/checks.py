@@ -22,6 +22,7 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import warn_of_loader_options
 from pflight.errors import ConfigurationError
 from pflight.messages import OWN_BATCHES
+from pflight.modifiers import Modifier
 from pflight.options import described, differing, whole
 
 from .checkpoint import AtomicCheckpointIO
@@ -66,7 +67,14 @@ def check_trainer(trainer: L.Trainer, client: L.LightningModule) -> None:
             f"num_nodes={trainer.num_nodes} waits for processes on as many machines: start it on "
             "each with MASTER_ADDR, MASTER_PORT and NODE_RANK, or leave num_nodes out"
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if astray := [one for one in given if isinstance(one, Modifier)]:
+        given[:] = [one for one in given if one not in astray]  # Lightning would call their hooks
+        raise ConfigurationError(
+            f"{type(astray[0]).__name__} is no callback of the Trainer, but a modifier: give it to "
+            f"the server callback, as in FedAvg(modifiers=[{astray[0]!r}])"
+        )
+    for callback in given:
         if isinstance(callback, _OF_ONE_MODEL):
             raise ConfigurationError(
                 f"the Trainer's {type(callback).__name__} works on the one model of a training, "

@@ -22,6 +22,22 @@ ERROR = "error"
 """The entry of a client's memory that holds what compression left out."""
 
 
+def _changed(transform: Transform, updates: Tensor, draw: Draw) -> Tensor:
+    """Return what a transform makes of a copy of updates ``[C, d]``.
+
+    Raises:
+        ConfigurationError: If that has another shape.
+    """
+    found = transform(updates.clone(), draw)
+    if not isinstance(found, Tensor) or found.shape != updates.shape:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigurationError(
+            f"{type(transform).__name__} must return updates of the shape that it gets, "
+            f"{tuple(updates.shape)}, got {shape}"
+        )
+    return found
+
+
 class Pipeline:
     """What becomes of updates before they travel: clip, then noise, then compress.
 
@@ -92,7 +108,8 @@ class Pipeline:
             return 0
         dense = self.size * self.dtype.itemsize
         itemsize = self.dtype.itemsize
-        packed = min([dense, *(one.nbytes(self.size, itemsize) for one in self.transforms)])
+        packs = [one for one in self.transforms if type(one).pack is not Transform.pack]
+        packed = min([dense, *(one.nbytes(self.size, itemsize) for one in packs)])
         full = sum(self.layout.template[name].nbytes for name in self.parameters)
         return full - packed if packed < dense else 0
 
@@ -125,10 +142,10 @@ class Pipeline:
         left = None
         for one in self.transforms:
             if one.stage == "clip":
-                w = one(w, draw)
+                w = _changed(one, w, draw)
                 continue
             short = w[:, : self.size]
-            changed = one(short, draw)
+            changed = _changed(one, short, draw)
             if one.error_feedback:
                 left = short - changed
             w = torch.cat([changed, w[:, self.size :]], dim=1)
@@ -191,7 +208,8 @@ class Pipeline:
     @property
     def _packing(self) -> Transform:
         """The transform that makes the smallest message."""
-        return min(self.transforms, key=lambda one: one.nbytes(self.size, self.dtype.itemsize))
+        packs = [one for one in self.transforms if type(one).pack is not Transform.pack]
+        return min(packs, key=lambda one: one.nbytes(self.size, self.dtype.itemsize))
 
     def _moved(self, sent: Mapping[str, Tensor], name: str, part: Tensor, like: Tensor) -> Tensor:
         change = part.view(-1, *like.shape[1:]).to(like)
