@@ -268,14 +268,14 @@ class ClientWork:
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' methods kept, by default entries of ``states`` ``[C]``."""
         names = self.client_method.remembered(self.layout)
-        return Kept(
-            self.memory.read(MEMORY, clients, states.select(*names)),
-            self.memory.seen(MEMORY, clients),
-        )
+        return self._kept(clients, states, dict(zip(names, names, strict=True)))
 
     def all_remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients kept for their method and for terms of modifiers."""
-        names = self.client_method.all_remembered(self.layout)
+        return self._kept(clients, states, self.client_method.all_remembered(self.layout))
+
+    def _kept(self, clients: Tensor, states: TensorDict, names: Mapping[str, str]) -> Kept:
+        """Return what the clients kept under some names, or these entries of ``states`` ``[C]``."""
         default = {name: states[entry] for name, entry in names.items()}
         return Kept(
             self.memory.read(MEMORY, clients, TensorDict(default, batch_size=states.batch_size)),
@@ -284,12 +284,14 @@ class ClientWork:
 
     def historical(self, clients: Tensor, states: TensorDict) -> TensorDict:
         """Return the states ``[C]``, with the model that each client remembers and is judged by."""
+        names = self.client_method.all_remembered(self.layout)
         begin = self.outer_method.judging_memory or ""
-        kept = dict(entries(self.all_remembered(clients, states).states))
-        names = ClientMethod.remembered(self.client_method, self.layout)
-        if not begin:
-            names = self.client_method.remembered(self.layout)
-        own = {name: kept[f"{begin}{name}"] for name in names}
+        if begin:
+            names = {name: entry for name, entry in names.items() if name.startswith(begin)}
+        else:
+            names = {name: entry for name, entry in names.items() if name == entry}
+        kept = self._kept(clients, states, names).states
+        own = {entry: kept[name] for name, entry in names.items()}
         return TensorDict({**states, **own}, batch_size=states.batch_size)
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:

@@ -886,11 +886,6 @@ class ClientMethod:
         return (type(self), *(() if self.personal is None else self.personal.kinds))
 
     @property
-    def hands_out_no_loss(self) -> bool:
-        """Whether all that is added to the task's loss is known without this loss."""
-        return self.only_adds and not any(term.needs_logits for term in self.terms)
-
-    @property
     def only_adds(self) -> bool:
         """Whether it adds a penalty and nothing else, which manual optimization allows."""
         return type(self).loss is ClientMethod.loss and self.personal is None

@@ -237,18 +237,6 @@ class Frozen(OfLayers):
     def __init__(self, layers: LayerNames = "head") -> None:
         super().__init__(layers)
 
-    def freeze(self, module: nn.Module, layout: StateLayout) -> None:
-        """Freeze the parameters of a copy of the client module.
-
-        Args:
-            module: The copy.
-            layout: The layout of its state.
-        """
-        names = self.names(module, layout)
-        for name, parameter in module.named_parameters():
-            if name in names:
-                parameter.requires_grad_(False)
-
 
 class Term(Modifier):
     """Adds a term to the loss that each client minimises.

@@ -386,7 +386,8 @@ class ServerCallback(L.Callback):
                 owned = self.private_names(module, layout) | self.owned_names(module, layout)
                 names = one.names(module, layout)
                 check_owners(type(self).__name__, "Frozen can't take", names, owned, layout)
-                one.freeze(module, layout)
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(parameter.requires_grad and name not in names)
 
     def owned_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of entries for which it has a rule of its own, beside private ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -167,13 +168,11 @@ class TestNames:
 
     @pytest.mark.parametrize("name", MODIFIERS)
     def test_those_that_are_listed_can_be_made(self, name: str) -> None:
-        from pflight import modifiers, transforms
-
         named = MODIFIERS[name]
-        kind = getattr(modifiers, named.kind, None) or getattr(transforms, named.kind)
+        kind = resolve_name(named.kind)
         modifier = kind(**named.options)
         assert isinstance(modifier, Modifier)
-        assert f"pflight.{kind.__module__.split('.')[1]}.{named.kind}" in {
+        assert f"pflight.{kind.__module__.split('.')[1]}.{kind.__name__}" in {
             entry.class_path for entry in catalogue.modifiers()
         }
         assert {*named.space} <= {*vars(modifier)}

@@ -18,14 +18,6 @@ from .combined import MODIFIERS
 from .shipped import configs, summary
 
 _METHODS = "configs/algorithm/"
-_HOMES_OF = {
-    "Private": "pflight.modifiers",
-    "Frozen": "pflight.modifiers",
-    "Proximal": "pflight.modifiers",
-    "Elastic": "pflight.modifiers",
-    "Clip": "pflight.transforms",
-    "TopK": "pflight.transforms",
-}
 _OF_OPTIONS = (
     ("lightning", "pytorch/trainer/trainer.py"),
     ("pflight", "*.py"),
@@ -64,10 +56,7 @@ def methods() -> list[Entry]:
 
 def modifiers() -> list[Entry]:
     """Return the modifiers, by their names in ``pflight compare``."""
-    return [
-        Entry(name, one.summary, f"{_HOMES_OF[one.kind]}.{one.kind}")
-        for name, one in MODIFIERS.items()
-    ]
+    return [Entry(name, one.summary, one.kind) for name, one in MODIFIERS.items()]
 
 
 def no_method(name: str) -> str:

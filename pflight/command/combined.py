@@ -14,39 +14,42 @@ class Named(NamedTuple):
     """A named modifier with options."""
 
     kind: str
-    """The class of the modifier."""
+    """The path of its class."""
     summary: str
     options: Mapping[str, Any] = {}
     space: Mapping[str, Any] = {}
     """Values to search, by option."""
 
 
+_PRIVATE = "pflight.modifiers.Private"
 MODIFIERS = {
-    "private_head": Named("Private", "The head stays with each client.", {"layers": "head"}),
-    "private_body": Named(
-        "Private", "All but the head stays with each client.", {"layers": "body"}
-    ),
+    "private_head": Named(_PRIVATE, "The head stays with each client.", {"layers": "head"}),
+    "private_body": Named(_PRIVATE, "All but the head stays with each client.", {"layers": "body"}),
     "private_norms": Named(
-        "Private", "Layers that normalise stay with each client.", {"layers": "norms"}
+        _PRIVATE,
+        "Layers that normalise stay with each client.",
+        {"layers": "norms"},
     ),
-    "frozen_head": Named("Frozen", "Nobody trains the head.", {"layers": "head"}),
+    "frozen_head": Named("pflight.modifiers.Frozen", "Nobody trains the head.", {"layers": "head"}),
     "proximal": Named(
-        "Proximal",
+        "pflight.modifiers.Proximal",
         "Clients are pulled towards the server's model.",
         space={"mu": {"low": 0.001, "high": 1.0, "log": True}},
     ),
     "elastic": Named(
-        "Elastic",
+        "pflight.modifiers.Elastic",
         "Clients are held to the model that they had before, and judged by it.",
         space={"alpha": {"low": 0.01, "high": 2.0, "log": True}},
     ),
     "clip": Named(
-        "Clip",
+        "pflight.transforms.Clip",
         "Updates are clipped to a norm.",
         space={"norm": {"low": 0.1, "high": 10.0, "log": True}},
     ),
     "top_k": Named(
-        "TopK", "Only the largest entries of updates travel.", space={"fraction": [0.01, 0.1]}
+        "pflight.transforms.TopK",
+        "Only the largest entries of updates travel.",
+        space={"fraction": [0.01, 0.1]},
     ),
 }
 SAME = {

@@ -69,7 +69,8 @@ def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
             f"client_lr_decay={setup.lr_decay}: {type(client_method).__name__} needs a step size "
             "that is the same in all rounds"
         )
-    if not module.automatic_optimization and not client_method.hands_out_no_loss:
+    needs_loss = not client_method.only_adds or any(t.needs_logits for t in client_method.terms)
+    if needs_loss and not module.automatic_optimization:
         raise ConfigurationError(
             f"the algorithm replaces the loss of its clients, which "
             f"{type(module).__name__} with manual optimization does not hand out"

@@ -255,10 +255,8 @@ def _modified(method: Method, name: str) -> Method:
         raise ConfigurationError(reason)
     named = MODIFIERS.get(name) or Named(name, "")
     kind: Any = None
-    for path in (name, f"pflight.modifiers.{named.kind}", f"pflight.transforms.{named.kind}"):
-        with suppress(ValueError, ImportError, AttributeError):
-            kind = resolve_name(path)
-            break
+    with suppress(ValueError, ImportError, AttributeError):
+        kind = resolve_name(named.kind)
     if not (isinstance(kind, type) and issubclass(kind, Modifier)):
         raise ConfigurationError(f"there is no modifier class {name!r} that can be imported")
     option = f"trainer.callbacks.modifiers.{kind.name}"

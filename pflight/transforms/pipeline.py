@@ -62,14 +62,11 @@ class Pipeline:
         gradients: bool = False,
     ) -> None:
         self.transforms = sorted(transforms, key=lambda one: STAGES.index(one.stage))
-        added, sent = {*layout.own, *layout.extra}, {*returns}
-        shared = [n for n in layout.shared_parameters if n in sent and n not in added]
-        floating = [n for n in layout.averaged if n in sent and n not in added]
-        self.parameters = [n for n in shared if layout.template[n].is_floating_point()]
-        self.buffers = [n for n in floating if layout.template[n].is_floating_point()]
+        sent = {*returns} - {*layout.own, *layout.extra}
+        sent = {name for name in sent if layout.template[name].is_floating_point()}
+        self.parameters = [name for name in layout.shared_parameters if name in sent]
+        self.buffers = [name for name in layout.averaged if name in sent and not gradients]
         self.gradients = gradients
-        if gradients:
-            self.buffers = []
         self.layout = layout
         self.size = sum(layout.template[name].numel() for name in self.parameters)
         self.remembers = any(one.error_feedback for one in self.transforms)
@@ -78,7 +75,7 @@ class Pipeline:
         """Whether anything is changed."""
         return bool(self.transforms and self.parameters)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of the updates: that of the most exact parameter."""
         dtype = torch.float32
@@ -107,9 +104,7 @@ class Pipeline:
         if not self:
             return 0
         dense = self.size * self.dtype.itemsize
-        itemsize = self.dtype.itemsize
-        packs = [one for one in self.transforms if type(one).pack is not Transform.pack]
-        packed = min([dense, *(one.nbytes(self.size, itemsize) for one in packs)])
+        packed = min([dense, *map(self._nbytes, self._that_pack)])
         full = sum(self.layout.template[name].nbytes for name in self.parameters)
         return full - packed if packed < dense else 0
 
@@ -183,9 +178,8 @@ class Pipeline:
 
     def packed_like(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the shapes and types that :meth:`pack` gives for such a state."""
-        parts = self._packing.packed_like(self.size, self.dtype)
         kept = {name: value for name, value in like.items() if name not in self.parameters}
-        return kept | {f"{_PACKED}{name}": part for name, part in parts.items()}
+        return kept | self._parts_like
 
     def unpack(self, parts: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the state that :meth:`pack` was given.
@@ -208,8 +202,19 @@ class Pipeline:
     @property
     def _packing(self) -> Transform:
         """The transform that makes the smallest message."""
-        packs = [one for one in self.transforms if type(one).pack is not Transform.pack]
-        return min(packs, key=lambda one: one.nbytes(self.size, self.dtype.itemsize))
+        return min(self._that_pack, key=self._nbytes)
+
+    @property
+    def _that_pack(self) -> list[Transform]:
+        return [one for one in self.transforms if type(one).pack is not Transform.pack]
+
+    def _nbytes(self, transform: Transform) -> int:
+        return transform.nbytes(self.size, self.dtype.itemsize)
+
+    @cached_property
+    def _parts_like(self) -> dict[str, Tensor]:
+        parts = self._packing.packed_like(self.size, self.dtype)
+        return {f"{_PACKED}{name}": part for name, part in parts.items()}
 
     def _moved(self, sent: Mapping[str, Tensor], name: str, part: Tensor, like: Tensor) -> Tensor:
         change = part.view(-1, *like.shape[1:]).to(like)

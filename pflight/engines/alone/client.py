@@ -36,11 +36,14 @@ class ClientModel:
     buffers: Mapping[str, Tensor]
     _call: tuple[tuple[Any, ...], dict[str, Any]]
     _batch: Any
+    client_method: ClientMethod
     remembered: Mapping[str, Tensor] | None
 
     @property
     def memory(self) -> Mapping[str, Tensor] | None:
         """See :class:`~pflight.method.LocalClient`."""
+        if not self.client_method.terms:  # it is asked for in each step
+            return self.remembered
         return memory_for(None, self.remembered)
 
     @memory.setter
