@@ -25,9 +25,8 @@ from flwr.proto.control_pb2 import RegisterNodeRequest
 from options import at_least
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pflight.deploy.certificates import check_server, make_certificates, make_key
+from pflight.deploy.certificates import check_server, make_certificates, make_key, node_key
 from pflight.deploy.flower import APP, ControlHttpClient, start_run
-from pflight.deploy.keys import node_key
 from pflight.deploy.processes import Process, free_port
 
 METHODS = ("fedavg", "fesem", "fedec", "ditto", "pfedla", "scaffold")

@@ -1,4 +1,4 @@
-"""Make certificates for the server, and keys for its nodes."""
+"""The certificates of a server and the keys of its nodes: how they are made and checked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trustme
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pflight.errors import ConfigurationError
 from pflight.runs.files import replacing
+
+from .flower import public_key_to_bytes
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
@@ -79,12 +84,57 @@ def make_key(path: Path) -> Path:
     return public
 
 
+def node_key(path: Path) -> bytes:
+    """Return a node's public key in Flower's format.
+
+    Raises:
+        ConfigurationError: If the file holds no such key.
+    """
+    load = serialization.load_ssh_public_key
+    return bytes(public_key_to_bytes(_read_key(path, load, ec.EllipticCurvePublicKey, "public")))
+
+
+def check_private_key(path: Path) -> None:
+    """Raise unless a file holds a node's private key.
+
+    Raises:
+        ConfigurationError: If the key is missing or unreadable.
+    """
+    load = partial(serialization.load_ssh_private_key, password=None)
+    _read_key(path, load, ec.EllipticCurvePrivateKey, "private")
+
+
+def _read_key(path: Path, load: Callable[[bytes], Any], kind: type, what: str) -> Any:
+    try:
+        key = load(path.read_bytes())
+        if not isinstance(key, kind):
+            raise ValueError(f"{type(key).__name__}, where an elliptic curve is wanted")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(f"{path} is not the {what} key of a node: {error}") from error
+    return key
+
+
+def keys_in(folder: Path) -> dict[str, bytes]:
+    """Return the nodes' public keys by file name, in the order of the clients' ids.
+
+    Raises:
+        ConfigurationError: If there are no keys, a key is unreadable, or two keys are equal.
+    """
+    keys = {path.name: node_key(path) for path in sorted(folder.glob("*.pub"))}
+    if not keys:
+        raise ConfigurationError(f"there is no node's public key, *.pub, in {folder}")
+    names: dict[bytes, str] = {}
+    for name, key in keys.items():
+        if (other := names.setdefault(key, name)) != name:
+            raise ConfigurationError(f"{other} and {name} in {folder} are one and the same key")
+    return keys
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Write a file atomically. Only its owner can read it."""
-    with replacing(path) as partial:
-        partial.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+    with replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
             file.write(content)
 
 

@@ -23,14 +23,13 @@ from pflight.runs.locks import hold, holder, release
 from .agreement import server_callback, text_of_model
 from .certificates import (
     check_name,
+    check_private_key,
     check_server,
     make_certificates,
     make_folder,
     trusting,
     write_private,
 )
-from .flower import Authority
-from .keys import check_private_key
 from .node import Node
 from .processes import ProcessEndedError, ended_by_signals
 from .supernode import LostServerError, serve, supernode
@@ -137,7 +136,7 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 with Watch(given.server, given.ca) as watch, supernode(*there) as started:
                     process, address = started
                     print("pflight: connecting", flush=True)
-                    where = Authority(paths["ca"]), address, secret.read_bytes()
+                    where = paths["ca"], address, secret.read_bytes()
                     serve(node.answer, process, *where, watch.misses)
             except LostServerError:
                 failing = 0.0

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
 import httpx
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
@@ -52,34 +52,13 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes as public_key_to_bytes
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
-__all__ = [
-    "AcquireTaskRequest",
-    "ControlHttpClient",
-    "HttpGrid",
-    "Node",
-    "ObjectPullError",
-    "ObjectTree",
-    "PullAppMessagesRequest",
-    "PullTaskInputRequest",
-    "PushTaskOutputRequest",
-    "RegisterNodeRequest",
-    "RuntimeHttpClient",
-    "SubStatus",
-    "TaskIdentity",
-    "TaskType",
-    "context_from_proto",
-    "get_all_nested_objects",
-    "public_key_to_bytes",
-    "push_message",
-    "push_task_output",
-    "run_from_proto",
-]
+from pflight.errors import ConfigurationError
 
 LOOK = 0.2
 """Seconds between two looks for arrived messages."""
@@ -120,36 +99,28 @@ KEY_HEADER = FLEET_HTTP_PUBLIC_KEY_HEADER.encode()
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _HERE = "http://localhost"
 _TIMEOUT = 30.0  # seconds, as in Flower
+_START = 120.0  # seconds until a run of Flower has started
 
 C = TypeVar("C", ControlHttpClient, RuntimeHttpClient)
 
 
-class Authority:
-    """A certificate authority that makes connections trusted.
+def runtime_of_node(
+    address: str, root: Path, secret: bytes | None = None, token: str = ""
+) -> RuntimeHttpClient:
+    """Return a connection to the runtime of a SuperNode.
 
     Args:
-        root: The authority's certificate, as PEM.
+        address: The address of the runtime.
+        root: The certificate of the authority that makes the connection trusted, as PEM.
+        secret: The secret of the task executor; needed to acquire a task.
+        token: The token of a task; needed to work on it.
     """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def runtime(
-        self, address: str, secret: bytes | None = None, token: str = ""
-    ) -> RuntimeHttpClient:
-        """Return a connection to the runtime of a SuperLink or SuperNode.
-
-        Args:
-            address: The address of the runtime.
-            secret: The secret of the task executor; needed to acquire a task.
-            token: The token of a task; needed to work on it.
-        """
-        interceptors = [_version()]
-        if secret is not None:
-            interceptors.append(_executor(secret))
-        if token:
-            interceptors.append(RuntimeTokenHttpInterceptor(token))
-        return RuntimeHttpClient.from_server_address(address, False, str(self.root), interceptors)
+    interceptors = [_version()]
+    if secret is not None:
+        interceptors.append(_executor(secret))
+    if token:
+        interceptors.append(RuntimeTokenHttpInterceptor(token))
+    return RuntimeHttpClient.from_server_address(address, False, str(root), interceptors)
 
 
 class Owner:
@@ -183,6 +154,43 @@ class Owner:
         client = RuntimeHttpClient(_HERE, interceptors=interceptors, retry_invoker=retry)
         return self._through(client)
 
+    @contextmanager
+    def acting(self, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
+        """Act as the server process of a run, and yield the grid of its nodes.
+
+        Args:
+            secret: The secret of the task executor.
+            run_id: The run, as :func:`start_run` returns it.
+
+        Raises:
+            ConfigurationError: If the run does not start in time.
+        """
+        end, token = time.monotonic() + _START, ""
+        with self.runtime(secret) as executor:
+            while not token:
+                acquired = _acquired(executor, TaskType.SERVER_APP)
+                if acquired.token and acquired.task.run_id == run_id:
+                    token = acquired.token
+                elif time.monotonic() > end:
+                    raise ConfigurationError("the SuperLink did not start the run")
+                else:
+                    time.sleep(LOOK)
+        with self.task(token) as client:
+            status = SubStatus.FAILED
+            try:
+                with Heartbeat(client):
+                    given = client.PullTaskInput(PullTaskInputRequest())
+                    run = run_from_proto(given.run)
+                    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
+                    TaskIdentity.node_id = given.context.node_id
+                    with closing(self.grid(token)) as grid:
+                        grid.set_run(run)
+                        yield grid
+                status = SubStatus.COMPLETED
+            finally:
+                with suppress(httpx.HTTPError):
+                    client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
+
     def _through(self, client: C) -> C:
         client._client.close()
         transport = httpx.HTTPTransport(uds=str(self._path))
@@ -196,6 +204,10 @@ def _version() -> Any:
 
 def _executor(secret: bytes) -> Any:
     return SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
+
+
+def _acquired(executor: RuntimeHttpClient, kind: str) -> Any:
+    return executor.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
 
 
 def superlink_app(secret: bytes) -> tuple[Any, Callable[[bytes], bool]]:
@@ -223,6 +235,11 @@ def start_run(control: ControlHttpClient, app: str = APP) -> int:
     content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
+
+
+def register_node(control: ControlHttpClient, key: bytes) -> None:
+    """Let the node with a public key connect."""
+    control.RegisterNode(RegisterNodeRequest(public_key=key))
 
 
 class Heartbeat:
@@ -259,6 +276,11 @@ class Heartbeat:
         self._thread.join()
 
 
+def bytes_of(content: RecordDict) -> int:
+    """Return the size of a message's content in bytes, as Flower sends it."""
+    return sum(len(part.deflate()) for part in get_all_nested_objects(content).values())
+
+
 def pull_message(
     node: Node, run_id: int, client: RuntimeHttpClient, tree: ObjectTree, end: float = math.inf
 ) -> Message:
@@ -290,3 +312,55 @@ def pull_message(
         tree.object_id
     )
     return message
+
+
+def arrived(grid: HttpGrid, ids: Collection[str]) -> dict[str, ObjectTree]:
+    """Return the answers that have arrived at a grid, without their contents.
+
+    Args:
+        grid: The grid.
+        ids: The ids of messages without an answer so far.
+    """
+    found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=[*ids]))
+    letters = zip(found.messages_list, found.message_object_trees, strict=True)
+    return {letter.metadata.reply_to_message_id: tree for letter, tree in letters}
+
+
+def task_with_message(executor: RuntimeHttpClient) -> str:
+    """Return the token of a task with a message for a node; an empty text if there is none."""
+    return str(_acquired(executor, TaskType.CLIENT_APP).token)
+
+
+class Letter:
+    """A complete message to a node, which can be answered.
+
+    Args:
+        client: The connection for the task of the message. It is closed with the letter, and if the
+            message does not arrive. In a run that has ended, it never does.
+
+    Attributes:
+        content: The content of the message.
+    """
+
+    def __init__(self, client: RuntimeHttpClient) -> None:
+        self._client, self._heartbeat = client, Heartbeat(client)
+        try:  # as Flower's executor does, but sooner and without code
+            self._context = context_from_proto(client.PullTaskInput(PullTaskInputRequest()).context)
+            (tree,) = client.PullMessages(PullAppMessagesRequest()).message_object_trees
+            node = Node(node_id=self._context.node_id)
+            self._message = pull_message(node, self._context.run_id, client, tree)
+        except Exception:
+            self.close()
+            raise
+        self.content: RecordDict = self._message.content
+
+    def answer(self, content: RecordDict) -> None:
+        """Send the answer."""
+        TaskIdentity.run_id, TaskIdentity.node_id = self._context.run_id, self._context.node_id
+        push_message(self._client, Message(content, reply_to=self._message), self._context)
+        push_task_output(self._client, self._context, SubStatus.COMPLETED, "")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._heartbeat.stop()
+        self._client.close()

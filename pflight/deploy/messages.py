@@ -16,8 +16,6 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from .flower import get_all_nested_objects
-
 Number = int | float | list[int] | list[float]
 Words = str | list[str]
 _RAW, _BYTES = "raw", "bytes"  # little-endian, as on all machines with PyTorch
@@ -236,11 +234,6 @@ def words_of(content: RecordDict, name: str, default: Words = "") -> Words:
     if lists and all(isinstance(word, str) for word in said):
         return list(said)
     raise MessageError(f"what it sent as {name} is not {_FORMS[type(default)]}")
-
-
-def bytes_of(content: RecordDict) -> int:
-    """Return the size of a message's content in bytes, as Flower sends it."""
-    return sum(len(part.deflate()) for part in get_all_nested_objects(content).values())
 
 
 def tensor_bytes_of(content: RecordDict) -> int:

@@ -15,8 +15,8 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
 
+from .certificates import keys_in
 from .data import NodeData
-from .keys import keys_in
 from .remote import Post, RemoteClients
 
 _LOOK = 2.0  # seconds between two looks for connected nodes

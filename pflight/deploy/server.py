@@ -25,9 +25,8 @@ from pflight.server_callback import ServerCallback
 
 from .agreement import agreement_on, server_callback, text_of_model
 from .bounds import Bounds
-from .certificates import check_pair, trusting
+from .certificates import check_pair, keys_in, trusting
 from .data import NodeData
-from .keys import keys_in
 from .processes import check_port
 from .remote import ask_nodes
 from .roster import Roster

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Set
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,40 +20,24 @@ from pflight.runs.locks import hold, release
 from .certificates import check_server, write_private
 from .flower import (
     LOOK,
-    AcquireTaskRequest,
     ControlHttpClient,
-    Heartbeat,
     HttpGrid,
     ObjectPullError,
     ObjectTree,
     Owner,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-    RegisterNodeRequest,
-    RuntimeHttpClient,
-    SubStatus,
-    TaskIdentity,
-    TaskType,
+    arrived,
+    bytes_of,
     pull_message,
-    run_from_proto,
+    register_node,
     start_run,
 )
 from .link import SECRET, SOCKET
-from .messages import bytes_of, tensor_bytes_of
+from .messages import tensor_bytes_of
 from .processes import Process
 from .remote import Asked
 from .request import Work
 
-_KINDS = {
-    "describe": "query",
-    "train": "train",
-    "gradients": "train",
-    "aside": "train",
-    "losses": "evaluate",
-    "evaluate": "evaluate",
-}
-_START = 120.0  # seconds until a run of Flower has started
+_KINDS = {"describe": "query", "losses": "evaluate", "evaluate": "evaluate"}  # others are "train"
 _LONGEST = 12 * 3600.0  # seconds until a message expires without round_timeout
 _OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # the run has ended
 
@@ -95,7 +79,7 @@ def superlink(
             process.wait_until(lambda: check_server(outside, certificates / "ca.pem"))
             with (
                 owner.control() as control,
-                _task(owner, secret, start_run(control)) as grid,
+                owner.acting(secret, start_run(control)) as grid,
             ):
                 give_up_with(grid, process)
                 yield GridPost(grid, timeout, patience, control)
@@ -133,37 +117,6 @@ def give_up_with(grid: HttpGrid, process: Process) -> None:
         return gives_up is not None and gives_up(error)
 
     invoker.should_giveup = should_give_up
-
-
-@contextmanager
-def _task(owner: Owner, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
-    """Act as the server process of a run, and yield the grid of its nodes."""
-    end, token = time.monotonic() + _START, ""
-    with owner.runtime(secret) as executor:
-        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        while not token:
-            acquired = executor.AcquireTask(request)
-            if acquired.token and acquired.task.run_id == run_id:
-                token = acquired.token
-            elif time.monotonic() > end:
-                raise ConfigurationError("the SuperLink did not start the run")
-            else:
-                time.sleep(LOOK)
-    with owner.task(token) as client:
-        status = SubStatus.FAILED
-        try:
-            with Heartbeat(client):
-                given = client.PullTaskInput(PullTaskInputRequest())
-                run = run_from_proto(given.run)
-                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
-                TaskIdentity.node_id = given.context.node_id
-                with closing(owner.grid(token)) as grid:
-                    grid.set_run(run)
-                    yield grid
-            status = SubStatus.COMPLETED
-        finally:
-            with suppress(httpx.HTTPError):
-                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
 
 
 class GridPost:
@@ -209,7 +162,7 @@ class GridPost:
         take part any more gets no messages.
         """
         for key in keys - self._registered:
-            self.control.RegisterNode(RegisterNodeRequest(public_key=key))
+            register_node(self.control, key)
             self._registered.add(key)
 
     def send(self, messages: Iterable[Asked]) -> None:
@@ -221,7 +174,7 @@ class GridPost:
             if asked.client not in online:
                 self._lost[asked.client] = "its node is not connected"
                 continue
-            kind, node = _KINDS[asked.work], online[asked.client]
+            kind, node = _KINDS.get(asked.work, "train"), online[asked.client]
             timeout = self.patience if asked.work == "describe" else self.timeout or _LONGEST
             ttl, group = timeout + 60, str(asked.round)
             letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=group))
@@ -254,11 +207,11 @@ class GridPost:
                 time.sleep(LOOK)
         del self._waiting[client]
         tree = self._arrived.pop(client, None)
-        nothing = f"its node did not answer within {timeout:g} s"
         if tree is None:
-            return nothing
+            return f"its node did not answer within {timeout:g} s"
         try:
-            message = self._pulled(tree, end)
+            run_id, runtime = self.grid.run.run_id, self.grid._runtime_client
+            message = pull_message(self.grid.node, run_id, runtime, tree, end)
             if message.has_error():
                 return f"its node gave no answer: {message.error.reason}"
             self._count(work, "up", message.content)
@@ -279,13 +232,5 @@ class GridPost:
             for client, (id_, *_) in self._waiting.items()
             if client not in self._arrived
         }
-        found = self._runtime.PullMessages(PullAppMessagesRequest(message_ids=[*whose]))
-        for letter, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-            self._arrived[whose[letter.metadata.reply_to_message_id]] = tree
-
-    def _pulled(self, tree: ObjectTree, end: float) -> Message:
-        return pull_message(self.grid.node, self.grid.run.run_id, self._runtime, tree, end)
-
-    @property
-    def _runtime(self) -> RuntimeHttpClient:
-        return self.grid._runtime_client
+        for id_, tree in arrived(self.grid, whose).items():
+            self._arrived[whose[id_]] = tree

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple
 
 import httpx
-from flwr.app import Context, Message, RecordDict
+from flwr.app import RecordDict
 
 from pflight.errors import ConfigurationError
 from pflight.runs.host import readable
 
 from .certificates import check_server
-from .flower import (
-    LOOK,
-    AcquireTaskRequest,
-    Authority,
-    Heartbeat,
-    Node,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
-    RuntimeHttpClient,
-    SubStatus,
-    TaskIdentity,
-    TaskType,
-    context_from_proto,
-    pull_message,
-    push_message,
-    push_task_output,
-)
+from .flower import LOOK, Letter, RuntimeHttpClient, runtime_of_node, task_with_message
 from .messages import tensor_bytes_of
 from .processes import Process, free_port
 
@@ -86,7 +69,7 @@ def supernode(
 def serve(
     answer: Callable[[RecordDict], RecordDict],
     process: Process,
-    authority: Authority,
+    root: Path,
     address: str,
     secret: bytes,
     lost: Callable[[], bool],
@@ -98,7 +81,7 @@ def serve(
     Args:
         answer: Returns the answer to a message.
         process: The process of the SuperNode.
-        authority: The authority of the runtime's certificate.
+        root: The certificate of the authority of its runtime.
         address: The address of the runtime.
         secret: The secret that allows this process to take messages.
         lost: Returns whether the server was away for long.
@@ -107,18 +90,16 @@ def serve(
         LostServerError: When the SuperNode has lost its server.
         ProcessEndedError: When the SuperNode has ended, with its last output.
     """
-    with authority.runtime(address, secret) as executor:  # an ending SuperNode waits for it
-        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-        letters: SimpleQueue[Letter] = SimpleQueue()
-        size = 0
+    letters: SimpleQueue[Letter] = SimpleQueue()
+    size = 0
+    with runtime_of_node(address, root, secret) as executor:  # an ending SuperNode waits for it
         while True:
             process.check()
             if lost():
                 raise LostServerError(f"{process.name} has lost the server")
             with suppress(httpx.HTTPError):  # it is about to end
-                acquired = executor.AcquireTask(request)
-                if acquired.token:
-                    client = authority.runtime(address, token=acquired.token)
+                if token := task_with_message(executor):
+                    client = runtime_of_node(address, root, token=token)
                     Thread(target=_open, args=(client, letters), daemon=True).start()
             letter = None
             with suppress(Empty):
@@ -128,17 +109,15 @@ def serve(
                     raise LostServerError(f"{process.name} has lost the server")
                 if _UNSENT in line:
                     warnings.warn(_unsent(line, size), stacklevel=2)
-            if letter is not None:
-                size = _answer(letter, answer)
-
-
-class Letter(NamedTuple):
-    """A complete message, with the objects needed to answer it."""
-
-    message: Message
-    context: Context
-    client: RuntimeHttpClient
-    heartbeat: Heartbeat
+            if letter is None:
+                continue
+            try:
+                with closing(letter):
+                    content = answer(letter.content)
+                    size = tensor_bytes_of(content)
+                    letter.answer(content)
+            except httpx.HTTPError as error:
+                warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
 
 
 def _unsent(line: str, size: int) -> str:
@@ -153,41 +132,9 @@ def _unsent(line: str, size: int) -> str:
     return f"this node's answer with {readable(size)} of tensors was not sent: {reason}"
 
 
-def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> int:
-    """Answer a message, and return the number of bytes of the sent tensors."""
-    TaskIdentity.run_id = letter.context.run_id
-    TaskIdentity.node_id = letter.context.node_id
-    size = 0
-    try:
-        content = answer(letter.message.content)
-        size = tensor_bytes_of(content)
-        reply = Message(content, reply_to=letter.message)
-        push_message(letter.client, reply, letter.context)
-        push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
-    except httpx.HTTPError as error:
-        warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
-    finally:
-        letter.heartbeat.stop()
-        letter.client.close()
-    return size
-
-
 def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
-    """Wait until a message is complete. In a run that has ended, it never is."""
-    heartbeat = Heartbeat(client)
+    """Wait until a message is complete."""
     try:
-        message, context = _pulled(client)
+        letters.put(Letter(client))
     except Exception as error:  # many kinds: the message or its run is gone
-        heartbeat.stop()
-        client.close()
         warnings.warn(f"a message did not arrive: {error}", stacklevel=2)
-    else:
-        letters.put(Letter(message, context, client, heartbeat))
-
-
-def _pulled(client: RuntimeHttpClient) -> tuple[Message, Context]:
-    """Return the message of a task, as Flower's executor does, but sooner and without code."""
-    context = context_from_proto(client.PullTaskInput(PullTaskInputRequest()).context)
-    (tree,) = client.PullMessages(PullAppMessagesRequest()).message_object_trees
-    node = Node(node_id=context.node_id)
-    return pull_message(node, context.run_id, client, tree), context

@@ -21,7 +21,8 @@ from pflight.deploy.agreement import agreement_on
 from pflight.deploy.bounds import Bounds
 from pflight.deploy.certificates import make_key
 from pflight.deploy.data import NodeData
-from pflight.deploy.messages import bytes_of, tensor_bytes_of
+from pflight.deploy.flower import bytes_of
+from pflight.deploy.messages import tensor_bytes_of
 from pflight.deploy.node import Node
 from pflight.deploy.remote import Asked, ask_nodes
 from pflight.deploy.roster import Roster

@@ -24,12 +24,12 @@ from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.certificates import (
     check_server,
+    keys_in,
     make_certificates,
     make_key,
     write_private,
 )
 from pflight.deploy.client import NodeCLI
-from pflight.deploy.keys import keys_in
 from pflight.deploy.node import Node
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.supernode import supernode

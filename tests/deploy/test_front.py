@@ -26,9 +26,14 @@ from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.primitives.asymmetric import sign_message
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
-from pflight.deploy.certificates import check_server, make_certificates, make_key, write_private
+from pflight.deploy.certificates import (
+    check_server,
+    make_certificates,
+    make_key,
+    node_key,
+    write_private,
+)
 from pflight.deploy.flower import ACTIVATE, FLEET, KEY_HEADER, Owner, start_run, superlink_app
-from pflight.deploy.keys import node_key
 from pflight.deploy.link import SECRET, SOCKET
 from pflight.deploy.processes import Process, free_port
 

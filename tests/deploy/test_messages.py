@@ -9,9 +9,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from pflight.deploy.flower import bytes_of
 from pflight.deploy.messages import (
     MessageError,
-    bytes_of,
     check_parts,
     count_of,
     entries_of,
