@@ -72,7 +72,7 @@ def add_to_report(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compare, and print the table."""
-    from pflight.experiments.command import compare_and_print
+    from pflight.experiments.comparing import compare_and_print
 
     compare_and_print(options)
 

@@ -23,6 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
-    from pflight.experiments.command import report_and_print
+    from pflight.experiments.comparing import report_and_print
 
     report_and_print(options)

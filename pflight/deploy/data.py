@@ -66,12 +66,7 @@ class NodeData(FederatedDataModule):
         known: The clients that have described their data.
     """
 
-    def __init__(
-        self,
-        *,
-        num_classes: int | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, num_classes: int | None = None, **options: Any) -> None:
         super().__init__(num_classes=None, **options)
         self.num_clients = 0
         self.known: dict[int, tuple[dict[Split, int], int]] = {}

@@ -33,10 +33,7 @@ from flwr.proto.runtime_pb2 import (
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    iterate_object_tree,
-)
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,

@@ -77,10 +77,7 @@ def superlink(
         owner, outside = Owner(folder / SOCKET), address_of(host, port)
         try:
             process.wait_until(lambda: check_server(outside, certificates / "ca.pem"))
-            with (
-                owner.control() as control,
-                owner.acting(secret, start_run(control)) as grid,
-            ):
+            with owner.control() as control, owner.acting(secret, start_run(control)) as grid:
                 give_up_with(grid, process)
                 yield GridPost(grid, timeout, patience, control)
         except httpx.HTTPError as error:
@@ -135,11 +132,7 @@ class GridPost:
     """
 
     def __init__(
-        self,
-        grid: HttpGrid,
-        timeout: float | None,
-        patience: float,
-        control: ControlHttpClient,
+        self, grid: HttpGrid, timeout: float | None, patience: float, control: ControlHttpClient
     ) -> None:
         self.grid, self.control = grid, control
         self.timeout, self.patience = timeout, patience

@@ -1,21 +1,26 @@
-"""Comparisons and reports, from Python."""
+"""Comparisons and reports, from Python and from the command line."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from pflight.command.process import fail, quieten
 from pflight.command.shipped import find_config
 from pflight.errors import ConfigurationError
+from pflight.runs.files import full_disk
 from pflight.runs.folder import CONFIG
 
-from .comparison import FILE, Comparison, Described, Ended, results_of, runs_of
+from .comparison import FILE, Comparison, Described, Ended, runs_of
 from .jobs import Jobs
-from .plan import Method, Plan, methods_of, of_data
+from .outcome import ResultError
+from .plan import Method, Plan, methods_of, of_data, values_of
 from .progress import RunsProgress
 from .reading import read_run, tell_rows_apart, told_apart
 from .results import Results
@@ -122,7 +127,7 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
         found += runs_of(described, folder)
     if find_config(f"configs/algorithm/{baseline}.yaml"):
         baseline = _title(baseline, methods_of([str(baseline)]))
-    return results_of(found, baseline=baseline, target=target)
+    return Results(found, baseline=baseline, target=target)
 
 
 def _title(name: str | None, methods: Iterable[Method]) -> str | None:
@@ -132,3 +137,56 @@ def _title(name: str | None, methods: Iterable[Method]) -> str | None:
 
 def _listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:
     return [paths] if isinstance(paths, str | os.PathLike) else paths
+
+
+def compare_and_print(options: argparse.Namespace) -> None:
+    """Run ``pflight compare``. The exit status is 1 if every run failed."""
+    console = Console()
+    with _in_one_line():
+        results = compare(
+            options.config,
+            options.methods,
+            seeds=options.seeds,
+            settings=values_of(options.set),
+            tuning=None if options.tune is None else Tuning.of(options.tune),
+            out=options.out,
+            jobs=options.jobs,
+            baseline=options.baseline,
+            target=options.target,
+            console=console,
+        )
+    console.print(results)
+    console.print(
+        f"pflight: tables and figures are in {options.out}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not results.findings.finished:
+        raise SystemExit(1)
+
+
+def report_and_print(options: argparse.Namespace) -> None:
+    """Run ``pflight report``."""
+    quieten()
+    with _in_one_line():
+        results = report(options.folders, baseline=options.baseline, target=options.target)
+        if options.out is not None:
+            results.save(Path(options.out))
+    Console().print(results)
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Print an error that a user can fix as one line, and exit with status 2."""
+    try:
+        yield
+    except (ConfigurationError, ResultError) as error:
+        fail(str(error))
+    except OSError as error:
+        full = full_disk(error) is not None
+        if not (full or error.filename):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        more = ": the same command continues" if full else ""
+        fail(f"{error.strerror}{where}{more}", 1 if full else 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from pflight.runs.folder import CONFIG, FAILURE
 
 from .measuring import Task, ended_in
 from .outcome import VERSION, Failure, Outcome, Record, Tuned, Waiting
-from .plan import Method, Plan, Row, Run, declared, flat
+from .plan import Method, Plan, Row, declared, flat
 from .results import Results
 from .tuning import FIRST_SEED, Study, Tuning
 
@@ -71,22 +71,27 @@ class Described(Record):
 
 
 @dataclass
-class Choice:
-    """A row with settings chosen by trials, on seeds that are not reported.
+class Entry:
+    """A row of a comparison. Its settings may be chosen by trials, on seeds that are not reported.
 
     Attributes:
         row: The row with its method's own settings.
         space: The options to choose.
-        study: The trials.
+        study: The trials, if settings are chosen.
         tuned: The row with the chosen settings.
         failure: Why a trial failed, if one did.
     """
 
     row: Row
-    space: Mapping[str, Any]
-    study: Study
+    space: Mapping[str, Any] = field(default_factory=dict)
+    study: Study | None = None
     tuned: Row | None = None
     failure: str = ""
+
+    @property
+    def reported(self) -> Row | None:
+        """The row whose runs are reported; ``None`` while its settings are being chosen."""
+        return self.tuned if self.study else self.row
 
 
 class Comparison:
@@ -132,12 +137,12 @@ class Comparison:
         self._check_folder()
         rows = plan.rows(methods, settings)
         self._check_names(rows)
-        self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
+        self.rows = [self._entry(row) for row in rows]
         self._check_own_space()
-        self._ended: dict[Path, Outcome | Failure] = {}
+        self._ended: dict[str, Outcome | Failure] = {}
         self._folders: dict[tuple[Path, str], Path] = {}
 
-    def _with_choice(self, row: Row) -> Row | Choice:
+    def _entry(self, row: Row) -> Entry:
         # Declarations for all methods come first, and replace methods' own.
         space = self.plan.space | {
             o: t for o, t in row.method.space.items() if o not in self.plan.space
@@ -147,8 +152,8 @@ class Comparison:
         # A user's module may lack options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}
         if self.tuning is None or not space:
-            return row
-        return Choice(row, space, Study(self.tuning, space, options, row.method.name))
+            return Entry(row)
+        return Entry(row, space, Study(self.tuning, space, options, row.method.name))
 
     def _check_names(self, rows: Sequence[Row]) -> None:
         """Raise for options in search spaces that no run has, if they may be misspelt.
@@ -167,12 +172,11 @@ class Comparison:
 
     def _check_own_space(self) -> None:
         """Raise for values in the search space of the data's configuration that no option has."""
-        choices = [row for row in self.rows if isinstance(row, Choice)]
         for option in self.plan.space:
-            choice = next((choice for choice in choices if option in choice.space), None)
-            if choice is not None:
-                row = choice.row
-                for value in choice.study.limits(option):
+            entry = next((entry for entry in self.rows if option in entry.space), None)
+            if entry and entry.study:
+                row = entry.row
+                for value in entry.study.limits(option):
                     self.plan.row(row.method, {**row.settings, option: value}, row.fixed)
 
     @property
@@ -180,7 +184,7 @@ class Comparison:
         """Options that search spaces name and no run has, if they are searched."""
         if self.tuning is None:
             return []
-        rows = [row.row if isinstance(row, Choice) else row for row in self.rows]
+        rows = [entry.row for entry in self.rows]
         named = {option for row in rows for option in row.method.space}
         return sorted(named.difference(*(dict(flat(row.config)) for row in rows)))
 
@@ -189,61 +193,68 @@ class Comparison:
     def due(self) -> list[Task]:
         """Return the unfinished runs that can be made now, in their order."""
         self._advance()
-        return [
-            Task(
-                key=run.row.key,
-                method=run.row.method.title,
-                settings=dict(run.row.settings),
-                tuned=None if run.row.tuned is None else asdict(run.row.tuned),
-                seed=run.seed,
-                arguments=run.arguments,
-                folder=str(run.folder),
-                tests=run.tests,
-                beside=self.jobs,
-            )
-            for run in self._runs()
-            if self._result(run) is None
-        ]
+        return [task for task in self._tasks() if self._result(task) is None]
 
     @property
     def count(self) -> int:
         """Number of all runs, including trials."""
         trials = self.tuning.trials * self.tuning.seeds if self.tuning else 0
-        choices = sum(isinstance(row, Choice) for row in self.rows)
+        choices = sum(entry.study is not None for entry in self.rows)
         return len(self.rows) * len(self.seeds) + choices * trials
 
     @property
     def ended(self) -> int:
         """Number of runs that have ended."""
         self._advance()
-        told = sum(row.study.told for row in self.rows if isinstance(row, Choice))
+        told = sum(entry.study.told for entry in self.rows if entry.study)
         trials = told * self.tuning.seeds if self.tuning else 0
-        return trials + sum(self._result(run) is not None for run in self._runs())
+        return trials + sum(self._result(task) is not None for task in self._tasks())
 
     def forget_failures(self) -> None:
         """Repeat the runs that failed in earlier work on the comparison."""
         for path in self.folder.glob(f"*/**/{FAILURE}"):
             path.unlink(missing_ok=True)
 
-    def _runs(self) -> Iterator[Run]:
+    def _tasks(self) -> Iterator[Task]:
         """Yield the runs that are known so far: first trials, then runs that wait for no trial."""
-        for row in self.rows:
-            if isinstance(row, Choice) and not row.study.done:
-                for settings in row.study.pending():
-                    yield from self._trial(row.row, settings)
-        for row in self.rows:
-            reported = row.tuned if isinstance(row, Choice) else row
-            if reported is not None:
-                folder = self._folder_of(reported, self.folder)
-                for seed in self.seeds:
-                    yield Run(reported, seed, folder / f"seed-{seed}")
+        for entry in self.rows:
+            if entry.study and not entry.study.done:
+                for settings in entry.study.pending():
+                    yield from self._trial(entry.row, settings)
+        for entry in self.rows:
+            if entry.reported:
+                yield from self._tasks_of(entry.reported, self.folder, self.seeds)
 
-    def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Run]:
+    def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Task]:
         """Return the runs of a trial, one for each of its seeds."""
         assert self.tuning is not None
-        tried = row.trial(settings)
-        folder = self._folder_of(tried, self.folder / TRIALS)
-        return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
+        root = self.folder / TRIALS
+        return self._tasks_of(row.trial(settings), root, self.tuning.used_seeds, tests=False)
+
+    def _tasks_of(
+        self, row: Row, root: Path, seeds: Iterable[int], tests: bool = True
+    ) -> list[Task]:
+        """Return the runs of a row, one for each seed. A run that has begun continues."""
+        place = self._folder_of(row, root)
+        return [
+            Task(
+                key=row.key,
+                method=row.method.title,
+                settings=dict(row.settings),
+                tuned=None if row.tuned is None else asdict(row.tuned),
+                seed=seed,
+                arguments=[
+                    *row.arguments,
+                    f"--seed_everything={seed}",
+                    f"--trainer.default_root_dir={place / f'seed-{seed}'}",
+                    "--ckpt_path=last",
+                ],
+                folder=str(place / f"seed-{seed}"),
+                tests=tests,
+                beside=self.jobs,
+            )
+            for seed in seeds
+        ]
 
     def _folder_of(self, row: Row, root: Path) -> Path:
         """Return the folder of a row's runs. Its name may be from earlier settings of the row."""
@@ -255,31 +266,30 @@ class Comparison:
 
     def _advance(self) -> None:
         """Tell each study its trials' results, and take the settings that it chooses."""
-        for choice in self.rows:
-            if isinstance(choice, Choice) and not choice.study.done:
-                self._tell(choice)
+        for entry in self.rows:
+            if entry.study and not entry.study.done:
+                self._tell(entry, entry.study)
 
-    def _tell(self, choice: Choice) -> None:
-        study = choice.study
+    def _tell(self, entry: Entry, study: Study) -> None:
         while not study.done:
-            ended = [self._result(run) for run in self._trial(choice.row, study.pending()[0])]
+            ended = [self._result(task) for task in self._trial(entry.row, study.pending()[0])]
             if None in ended:
                 return
             reached = [_worth(result) for result in ended if isinstance(result, Outcome)]
             failed = [result.reason for result in ended if isinstance(result, Failure)]
             worth = math.nan if failed else sum(reached) / len(reached)
             if math.isnan(worth):
-                choice.failure = choice.failure or [*failed, _UNJUDGED][0]
+                entry.failure = entry.failure or [*failed, _UNJUDGED][0]
             study.tell(worth)
         if study.best is not None:
-            choice.tuned = self._chosen(choice)
+            entry.tuned = self._chosen(entry, *study.best)
         self.save()  # for readers of the results meanwhile
 
-    def _chosen(self, choice: Choice) -> Row:
+    def _chosen(self, entry: Entry, settings: dict[str, Any], worth: float) -> Row:
+        """Return a row with the chosen settings, which reached a value in their trial."""
         assert self.tuning is not None
-        assert choice.study.best is not None
-        settings, worth = choice.study.best
-        first = self._result(self._trial(choice.row, settings)[0])
+        row = entry.row
+        first = self._result(self._trial(row, settings)[0])
         assert isinstance(first, Outcome)
         tuned = Tuned(
             trials=self.tuning.trials,
@@ -287,21 +297,17 @@ class Comparison:
             seeds=self.tuning.used_seeds,
             chosen=settings,
             validation=worth if first.mode == "max" else -worth,
-            space=dict(choice.space),
+            space=dict(entry.space),
         )
-        row = self.plan.row(
-            choice.row.method, {**choice.row.settings, **settings}, choice.row.fixed
-        )
-        return replace(row, tuned=tuned)
+        chosen = self.plan.row(row.method, {**row.settings, **settings}, row.fixed)
+        return replace(chosen, tuned=tuned)
 
-    def _result(self, run: Run) -> Outcome | Failure | None:
+    def _result(self, task: Task) -> Outcome | Failure | None:
         """Return a run's outcome; ``None`` if it has not ended."""
-        if run.folder not in self._ended:
-            found = ended_in(run.folder, run.row.key)
-            if found is None:
-                return None
-            self._ended[run.folder] = found
-        return self._ended[run.folder]
+        known = self._ended.get(task.folder) or ended_in(Path(task.folder), task.key)
+        if known is not None:
+            self._ended[task.folder] = known
+        return known
 
     # Results so far
 
@@ -311,7 +317,7 @@ class Comparison:
         Args:
             **options: Further arguments of :class:`~pflight.experiments.results.Results`.
         """
-        return results_of(runs_of(self._described(), self.folder), **options)
+        return Results(runs_of(self._described(), self.folder), **options)
 
     def save(self) -> None:
         """Save the rows and seeds, so that others can read the results.
@@ -332,21 +338,17 @@ class Comparison:
 
     def _described(self) -> Described:
         rows = []
-        for known in self.rows:
-            row, failed = known, None
-            if isinstance(known, Choice):
-                row = known.tuned or known.row
-                if known.study.done and known.tuned is None:
-                    failed = f"all {known.study.tuning.trials} trials failed: {known.failure}"
-            assert isinstance(row, Row)
-            waits = isinstance(known, Choice) and known.tuned is None
+        for entry in self.rows:
+            row, failed = entry.tuned or entry.row, None
+            if entry.study and entry.study.done and entry.tuned is None:
+                failed = f"all {entry.study.tuning.trials} trials failed: {entry.failure}"
             rows.append(
                 DescribedRow(
                     key=row.key,
                     method=row.method.title,
                     settings=dict(row.settings),
                     tuned=row.tuned,
-                    folder=None if waits else self._folder_of(row, self.folder).name,
+                    folder=self._folder_of(row, self.folder).name if entry.reported else None,
                     failed=failed,
                 )
             )
@@ -392,19 +394,6 @@ def runs_of(described: Described, folder: Path) -> list[Ended]:
                 ended = replace(ended, method=row.method, settings=row.settings, tuned=row.tuned)
             found.append(ended or Waiting(*whose))
     return found
-
-
-def results_of(runs: Iterable[Ended], **options: Any) -> Results:
-    """Return the results of runs.
-
-    Args:
-        runs: The runs.
-        **options: Further arguments of :class:`~pflight.experiments.results.Results`.
-    """
-    kinds: dict[type, list[Any]] = {Outcome: [], Failure: [], Waiting: []}
-    for run in runs:
-        kinds[type(run)].append(run)
-    return Results(kinds[Outcome], kinds[Failure], kinds[Waiting], **options)
 
 
 def _worth(outcome: Outcome) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .outcome import Failure, Mode, Outcome, ResultError, Run, Waiting
+from .outcome import Mode, Outcome, ResultError, Run
 from .rows import Row, When, by_client, common_clients, paired, rows_of
 from .statistics import (
     DRAWS,
@@ -31,9 +31,7 @@ class Findings:
     """The rows of a comparison in their order, and their differences.
 
     Args:
-        outcomes: The finished runs.
-        failures: The runs that failed.
-        waiting: The runs that are planned or running.
+        runs: The runs: finished, failed, planned or running.
         baseline: A row, by its label or its method; differences from it are computed, too.
         target: A value of the metric that chooses rounds, in its own unit.
         draws: Number of draws of the bootstrap.
@@ -59,22 +57,20 @@ class Findings:
 
     def __init__(
         self,
-        outcomes: Sequence[Outcome],
-        failures: Sequence[Failure],
-        waiting: Sequence[Waiting],
-        baseline: str | None,
-        target: float | None,
+        runs: Sequence[Run],
+        baseline: str | None = None,
+        target: float | None = None,
         draws: int = DRAWS,
     ) -> None:
+        outcomes = [run for run in runs if isinstance(run, Outcome)]
         self.metric, self.mode = _metric_of(outcomes)
         self.when: When = "chosen" if all(run.chosen for run in outcomes) else "last"
         self.target = target
         self.draws = draws
-        rows = rows_of(outcomes, failures, waiting)
+        rows = rows_of(runs)
         self.common = common_clients(rows, self.metric, self.when)
         self.rows = sorted(rows, key=self._rank)
-        every: list[Run] = [*outcomes, *failures, *waiting]
-        self.seeds = sorted({run.seed for run in every})
+        self.seeds = sorted({run.seed for run in runs})
         self.finished = [row for row in self.rows if row.runs]
         known = [row for row in self.finished if not math.isnan(self._mean(row))]
         most = max((len(row.runs) for row in known), default=0)

@@ -15,39 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from .comparison import Comparison
 from .measuring import Task, note_failure
+from .progress import RunsProgress
 
 _LOOK = 1.0  # seconds between two looks at other processes' results
 _AGAIN = 5.0  # seconds before a run of another process is asked for again
 _DEATHS = 2  # deaths of processes, after which their run counts as failed
-
-
-class Agenda(Protocol):
-    """The runs to make, in their order."""
-
-    def due(self) -> list[Task]:
-        """Return the unfinished runs that can be made now; none at the end."""
-
-
-class Watcher(Protocol):
-    """The listener for the progress of runs."""
-
-    def begun(self, task: Task) -> None:
-        """A run has begun, or goes on."""
-
-    def advanced(self, task: Task, rounds: int, of: int) -> None:
-        """A run has finished a round."""
-
-    def ended(self, task: Task, failure: str | None) -> None:
-        """A run has ended, or failed."""
-
-    def taken(self, task: Task, by: str) -> None:
-        """Another process makes a run."""
-
-    def stopping(self, signum: int) -> None:
-        """A signal has arrived. The current rounds are the last."""
 
 
 class Worker:
@@ -101,16 +77,16 @@ class Worker:
 
 
 class Jobs:
-    """Makes the runs of an agenda in several processes.
+    """Makes the runs of a comparison in several processes.
 
     Args:
-        agenda: The runs to make.
+        comparison: The comparison, which knows the runs that are due.
         count: Number of processes.
-        watcher: The listener.
+        watcher: Shows the progress of the runs.
     """
 
-    def __init__(self, agenda: Agenda, count: int, watcher: Watcher) -> None:
-        self.agenda = agenda
+    def __init__(self, comparison: Comparison, count: int, watcher: RunsProgress) -> None:
+        self.comparison = comparison
         self.count = count
         self.watcher = watcher
         self._threads = max(1, (os.cpu_count() or 1) // count)
@@ -166,7 +142,7 @@ class Jobs:
         self._signum = self._signum or int(signum)
 
     def _due(self) -> list[Task]:
-        return [task for task in self.agenda.due() if task.folder not in self._failed]
+        return [task for task in self.comparison.due() if task.folder not in self._failed]
 
     def _assign(self, due: Sequence[Task]) -> None:
         now = time.monotonic()

@@ -12,14 +12,16 @@ from typing import Any
 
 from pflight.messages import cell
 
-from .costs import bytes_of, bytes_of_participation, median, seconds_of
 from .findings import Findings
 from .outcome import Outcome
 from .rows import MOMENTS, TAGS, Row, When, mean_of, moment
-from .statistics import mean_and_deviation
+from .statistics import mean_and_deviation, median
 
 _FIELDS = "method", "settings", "key", "seed", "moment", "quantity", "statistic", "against", "value"
-_COSTS = "bytes_down", "bytes_up", "participations", "failed", "seconds", "threads", "beside"
+_COSTS = (
+    *("bytes_down", "bytes_up", "participations", "failed", "seconds", "threads", "beside"),
+    *("bytes", "bytes_of_participation"),
+)
 _Line = tuple[int | str, str, str, str, str, Any]
 
 
@@ -51,8 +53,6 @@ def _of_seeds(findings: Findings, row: Row) -> Iterator[_Line]:
                 yield seed, when, name, "value", "", value
         for name in _COSTS:
             yield seed, "", name, "value", "", getattr(run, name)
-        yield seed, "", "bytes", "value", "", bytes_of(run)
-        yield seed, "", "bytes_of_participation", "value", "", bytes_of_participation(run)
         if seed in reached:
             yield seed, "", "rounds_to_target", "value", "", reached[seed][0]
             yield seed, "", "bytes_to_target", "value", "", reached[seed][1]
@@ -71,19 +71,21 @@ def _over_seeds(findings: Findings, row: Row) -> Iterator[_Line]:
     for when in MOMENTS:
         by_seed = [_values(findings, run, when) for run in runs]
         for name in dict.fromkeys(name for values in by_seed for name in values):
-            mean, deviation = mean_and_deviation([at.get(name, math.nan) for at in by_seed])
-            yield "", when, name, "mean", "", mean
-            yield "", when, name, "std", "", deviation
-    mean, deviation = mean_and_deviation([*findings.below_local(row).values()])
-    yield "", findings.when, "below_local", "mean", "", mean
-    yield "", findings.when, "below_local", "std", "", deviation
-    for name, cost in (("bytes", bytes_of), ("bytes_of_participation", bytes_of_participation)):
-        yield "", "", name, "mean", "", mean_and_deviation([cost(run) for run in runs])[0]
-    yield "", "", "seconds", "median", "", seconds_of([*runs])
+            yield from _mean_lines(when, name, [at.get(name, math.nan) for at in by_seed])
+    yield from _mean_lines(findings.when, "below_local", [*findings.below_local(row).values()])
+    for name in ("bytes", "bytes_of_participation"):
+        mean, _ = mean_and_deviation([getattr(run, name) for run in runs])
+        yield "", "", name, "mean", "", mean
+    yield "", "", "seconds", "median", "", row.seconds
     if reached := findings.to_target(row):
         rounds, sizes = zip(*reached.values(), strict=True)
         yield "", "", "rounds_to_target", "median", "", median(rounds)
         yield "", "", "bytes_to_target", "median", "", median(sizes)
+
+
+def _mean_lines(when: When, name: str, values: list[float]) -> Iterator[_Line]:
+    for statistic, value in zip(("mean", "std"), mean_and_deviation(values), strict=True):
+        yield "", when, name, statistic, "", value
 
 
 def _of_differences(findings: Findings, row: Row) -> Iterator[_Line]:

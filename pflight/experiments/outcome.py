@@ -246,6 +246,16 @@ class Outcome(Run, Record):
             if len(column) != len(self.clients):
                 raise ResultError(f"{name} has {len(column)} values of {len(self.clients)} clients")
 
+    @property
+    def bytes(self) -> int:
+        """Bytes that the run sent and received."""
+        return self.bytes_down + self.bytes_up
+
+    @property
+    def bytes_of_participation(self) -> float:
+        """Bytes that a client sends and receives when it takes part in a round."""
+        return self.bytes / self.participations if self.participations else math.nan
+
 
 def _columns(name: str, moment: Moment) -> dict[str, Sized]:
     return {f"{name}.per_client.{metric}": found for metric, found in moment.per_client.items()}

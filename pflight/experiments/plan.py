@@ -101,34 +101,6 @@ class Row:
         )
 
 
-@dataclass(frozen=True)
-class Run:
-    """A row at a seed, in a run folder.
-
-    Attributes:
-        row: The row.
-        seed: Its ``seed_everything``.
-        folder: Its run folder.
-        tests: Whether clients are judged on test samples at the end; false while options are
-            chosen.
-    """
-
-    row: Row
-    seed: int
-    folder: Path
-    tests: bool = True
-
-    @property
-    def arguments(self) -> list[str]:
-        """The arguments of ``pflight fit``. A run that has begun continues."""
-        return [
-            *self.row.arguments,
-            f"--seed_everything={self.seed}",
-            f"--trainer.default_root_dir={self.folder}",
-            "--ckpt_path=last",
-        ]
-
-
 class Plan:
     """The shared part of all runs of a comparison, and the rows that follow.
 
@@ -361,9 +333,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def of_data(
-    settings: Mapping[str, Sequence[Any]],
-) -> tuple[list[str], dict[str, Sequence[Any]]]:
+def of_data(settings: Mapping[str, Sequence[Any]]) -> tuple[list[str], dict[str, Sequence[Any]]]:
     """Return the settings of the data as arguments for all runs, and the other settings.
 
     Raises:
@@ -416,31 +386,13 @@ def values_of(settings: Iterable[str]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for setup in settings:
         name, equals, text = setup.removeprefix("--").partition("=")
-        values = [part.strip() for part in _split(text)]
-        if not (name and equals and all(values)):
+        if not (name and equals and text.strip()) or text.rstrip().endswith(","):
             raise ConfigurationError(f"--set takes option=value,value, got {setup!r}")
         if name in found:
             raise ConfigurationError(f"--set has {name} twice: give its values in one list")
         try:
-            found[name] = [load(value) for value in values]
+            found[name] = load(f"[{text}]")
         except yaml.YAMLError as error:
             reason = str(error).splitlines()[0]
             raise ConfigurationError(f"--set {setup}: a value is not YAML: {reason}") from error
     return found
-
-
-def _split(text: str) -> Iterator[str]:
-    """Split a text at its commas outside of brackets and quotes."""
-    part, depth, quote = "", 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        depth += (letter in "[{(") - (letter in "]})") if not quote else 0
-        if letter == "," and not depth and not quote:
-            yield part
-            part = ""
-        else:
-            part += letter
-    yield part

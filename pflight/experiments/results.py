@@ -6,31 +6,21 @@ import base64
 import io
 import os
 import shutil
-import statistics as stdlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pflight.runs.files import replacing
 
-from .costs import bytes_of, bytes_of_participation, median, seconds_of
 from .figures import Figures
 from .findings import Findings
 from .footer import footer
 from .lines import to_csv
-from .outcome import Failure, Outcome, Waiting
-from .rows import MEANS, MOMENTS, Row, settings_text
-from .statistics import DRAWS, floats
-from .tables import (
-    DASH,
-    Bold,
-    Table,
-    html_notes,
-    html_page,
-    latex_notes,
-    markdown_notes,
-    terminal_notes,
-)
+from .outcome import Run
+from .rows import MOMENTS, TAGS, Row, settings_text
+from .statistics import DRAWS, floats, median
+from .tables import DASH, Bold, Table, html_notes, html_page, latex_notes, markdown_notes
 from .units import COUNT, PERCENT, unit_of_bytes, unit_of_seconds
 
 if TYPE_CHECKING:
@@ -48,9 +38,7 @@ class Results:
     if all runs kept it, and otherwise after the last round.
 
     Args:
-        outcomes: The finished runs.
-        failures: The runs that failed.
-        waiting: The runs that are planned or running.
+        runs: The runs: finished, failed, planned or running.
         baseline: A row, by its label or its method. Differences from it are reported, too.
             Differences from the best row are always reported.
         target: A value of the metric that chooses rounds, in its own unit (0.8 for 80 %). Rounds
@@ -68,14 +56,12 @@ class Results:
 
     def __init__(
         self,
-        outcomes: Sequence[Outcome],
-        failures: Sequence[Failure] = (),
-        waiting: Sequence[Waiting] = (),
+        runs: Sequence[Run],
         baseline: str | None = None,
         target: float | None = None,
         draws: int = DRAWS,
     ) -> None:
-        self.findings = Findings(outcomes, failures, waiting, baseline, target, draws)
+        self.findings = Findings(runs, baseline, target, draws)
         self.figures = Figures(self.findings)
 
     def table(self) -> Table:
@@ -87,8 +73,8 @@ class Results:
         unit = found.units[metric]
         columns = {"method": [row.label for row in found.rows]}
         columns["seeds"] = [self._seeds(row) for row in found.rows]
-        for mean, title in MEANS.items():
-            heading = unit.of(f"{title} {metric}" if mean in ("macro", "micro") else title)
+        for mean in TAGS:
+            heading = unit.of(f"{mean} {metric}" if mean in ("macro", "micro") else _title(mean))
             cells = [unit.cell(row.means(mean, metric, found.when)) for row in found.rows]
             if mean == "macro":
                 bold = zip(found.rows, cells, strict=True)
@@ -124,7 +110,8 @@ class Results:
         """Return all means of a metric, at both moments."""
         found, unit = self.findings, self.findings.units[metric]
         columns = {"method": [row.label for row in found.finished]}
-        for mean, title in MEANS.items():
+        for mean in TAGS:
+            title = _title(mean)
             for when in MOMENTS:
                 cells = [unit.cell(row.means(mean, metric, when)) for row in found.finished]
                 if {*cells} != {DASH}:
@@ -148,8 +135,8 @@ class Results:
                     row.label,
                     unit.text(difference.mean, more=1),
                     DASH if low == high == DASH else f"{low} to {high}",
-                    _probability(difference.p),
-                    _probability(corrected[row.key]),
+                    f"{difference.p:.4f}",
+                    f"{corrected[row.key]:.4f}",
                     f"{better} of {difference.seeds}",
                     f"{difference.clients:,}",
                 ]
@@ -165,9 +152,9 @@ class Results:
         """Return traffic and time, and the costs of reaching the target."""
         rows = self.findings.finished
         runs = [[*row.runs.values()] for row in rows]
-        parts = [stdlib.fmean(map(bytes_of_participation, by_seed)) for by_seed in runs]
-        wholes = [stdlib.fmean(map(bytes_of, by_seed)) for by_seed in runs]
-        times = [seconds_of(by_seed) for by_seed in runs]
+        parts = [fmean(run.bytes_of_participation for run in by_seed) for by_seed in runs]
+        wholes = [fmean(run.bytes for run in by_seed) for by_seed in runs]
+        times = [row.seconds for row in rows]
         part, whole, time = unit_of_bytes(parts), unit_of_bytes(wholes), unit_of_seconds(times)
         columns = {
             "method": [row.label for row in rows],
@@ -211,8 +198,10 @@ class Results:
     def __rich__(self) -> Group:
         """Return the text for the terminal: all but the means of each metric."""
         from rich.console import Group
+        from rich.text import Text
 
-        return Group(*self.tables(whole=False), terminal_notes(footer(self.findings)))
+        notes = Text("\n".join(f"- {note}" for note in footer(self.findings)))
+        return Group(*self.tables(whole=False), notes)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -225,7 +214,8 @@ class Results:
 
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook."""
-        return self._html_body()
+        tables = "\n".join(table.to_html() for table in self.tables())
+        return f"{tables}\n{html_notes(footer(self.findings))}"
 
     def to_markdown(self) -> str:
         """Return all tables and their notes as Markdown."""
@@ -247,11 +237,7 @@ class Results:
             f'<p><img alt="{name}" src="data:image/png;base64,{text}"></p>'
             for name, text in ((name, base64.b64encode(png).decode()) for name, png in pngs.items())
         )
-        return html_page(_TITLE, "\n".join([self._html_body(), *images]))
-
-    def _html_body(self) -> str:
-        tables = "\n".join(table.to_html() for table in self.tables())
-        return f"{tables}\n{html_notes(footer(self.findings))}"
+        return html_page(_TITLE, "\n".join([self._repr_html_(), *images]))
 
     def to_csv(self) -> str:
         """Return all numbers, one in a line, in their own units (0.8 rather than 80 %)."""
@@ -296,5 +282,5 @@ def _range(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _probability(p: float) -> str:
-    return f"{p:.4f}"
+def _title(mean: str) -> str:
+    return mean.replace("_", " ")

@@ -13,10 +13,11 @@ import numpy as np
 
 from pflight.messages import one_line
 
-from .outcome import Failure, Mode, Moment, Outcome, ResultError, Run, Tuned, Waiting
-from .statistics import Floats, floats, macro, micro, worst_decile
+from .outcome import Failure, Moment, Outcome, ResultError, Run, Tuned
+from .statistics import Floats, floats, macro, median, micro, worst_decile
 
 When = Literal["chosen", "last"]
+MOMENTS: tuple[When, ...] = ("chosen", "last")
 Mean = Literal["macro", "micro", "worst_decile", "newcomers"]
 TAGS: dict[Mean, str] = {
     "macro": "test/macro_{}",
@@ -24,14 +25,7 @@ TAGS: dict[Mean, str] = {
     "worst_decile": "test/worst_decile_{}",
     "newcomers": "test/new/macro_{}",
 }
-MOMENTS: tuple[When, ...] = ("chosen", "last")
-MEANS: dict[Mean, str] = {
-    "macro": "macro",
-    "micro": "micro",
-    "worst_decile": "worst decile",
-    "newcomers": "newcomers",
-}
-"""The reported means of a metric, with their headings."""
+"""The tag of each reported mean of a metric."""
 
 
 @dataclass
@@ -67,6 +61,11 @@ class Row:
         chosen = self.tuned.chosen if self.tuned else {}
         return {name: value for name, value in self.settings.items() if name not in chosen}
 
+    @property
+    def seconds(self) -> float:
+        """The median over seeds of the time of a round; NaN if it isn't known."""
+        return median([run.seconds for run in self.runs.values() if run.seconds is not None])
+
     def means(self, mean: Mean, metric: str, when: When) -> list[float]:
         """Return a mean over clients at each seed; NaN if a run has none."""
         return [mean_of(run, mean, metric, when) for run in self.runs.values()]
@@ -86,11 +85,6 @@ def by_client(run: Outcome, metric: str, when: When) -> Floats:
     return np.where(np.array(run.samples["test"]) > 0, floats(values), math.nan)
 
 
-def direction(run: Outcome, metric: str) -> Mode | None:
-    """Return whether high or low values of a metric are better, if that is known."""
-    return run.mode if metric == run.metric else run.directions.get(metric)
-
-
 def mean_of(run: Outcome, mean: Mean, metric: str, when: When) -> float:
     """Return a mean over a run's clients; that over newcomers is plain."""
     at = moment(run, when)
@@ -101,7 +95,7 @@ def mean_of(run: Outcome, mean: Mean, metric: str, when: When) -> float:
         return macro(values)
     if mean == "micro":
         return micro(values, run.samples["test"])
-    mode = direction(run, metric)
+    mode = run.mode if metric == run.metric else run.directions.get(metric)
     return worst_decile(values, mode) if mode else math.nan
 
 
@@ -113,7 +107,8 @@ def paired(row: Row, other: Row, metric: str, when: When) -> dict[int, Floats]:
     found = {}
     for seed in row.runs.keys() & other.runs.keys():
         one, two = row.runs[seed], other.runs[seed]
-        if _differ(one.fingerprints.get("data"), two.fingerprints.get("data")):
+        data = {run.fingerprints.get("data") for run in (one, two)}
+        if len(data) > 1 and None not in data:
             continue
         _, mine, its = np.intersect1d(
             one.clients, two.clients, assume_unique=True, return_indices=True
@@ -142,17 +137,14 @@ def common_clients(rows: Sequence[Row], metric: str, when: When) -> dict[int, li
     }
 
 
-def rows_of(
-    outcomes: Sequence[Outcome], failures: Sequence[Failure], waiting: Sequence[Waiting]
-) -> list[Row]:
+def rows_of(runs: Sequence[Run]) -> list[Row]:
     """Sort runs into rows; a run that has finished neither fails nor waits.
 
     Raises:
         ResultError: If a configuration has two runs with one seed.
     """
     rows: dict[str, Row] = {}
-    every: list[Run] = [*outcomes, *failures, *waiting]
-    for run in every:
+    for run in sorted(runs, key=lambda run: not isinstance(run, Outcome)):  # they name their row
         row = rows.setdefault(run.key, Row(run.key, run.method, run.settings))
         if isinstance(run, Outcome):
             if run.seed in row.runs:
@@ -212,7 +204,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _differ(one: str | None, two: str | None) -> bool:
-    return None not in (one, two) and one != two

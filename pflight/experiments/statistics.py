@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,16 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     """
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     return float(np.mean(values)) if len(values) else math.nan, deviation
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median, which is infinite if too many values are; NaN without values.
+
+    Example:
+        >>> median([3, 5, math.inf]), median([3, math.inf])
+        (5, inf)
+    """
+    return statistics.median(values) if values else math.nan
 
 
 def reaching(curve: Curve, tag: str, target: float, mode: Mode) -> tuple[float, float]:

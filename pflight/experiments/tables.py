@@ -187,11 +187,6 @@ def latex_notes(notes: Sequence[str]) -> str:
     return "\n".join([r"\begin{itemize}\footnotesize", *items, r"\end{itemize}"])
 
 
-def terminal_notes(notes: Sequence[str]) -> Text:
-    """Return sentences as a list for ``rich``."""
-    return Text("\n".join(f"- {note}" for note in notes))
-
-
 def latex(text: str) -> str:
     r"""Return a text as LaTeX shows it.
 

@@ -221,7 +221,7 @@ def test_clients_are_paired_by_their_ids() -> None:
 def test_methods_are_compared_at_the_seeds_that_both_have() -> None:
     runs = [run for run in comparison(LEVELS) if (run.method, run.seed) != ("FeSEM", 1)]
     waiting = [Waiting("key of FeSEM", "FeSEM", {}, 1)]
-    results = Results(runs, waiting=waiting)
+    results = Results([*runs, *waiting])
     main = results.table()
     assert column(main, "seeds") == {**dict.fromkeys(LEVELS, "3 of 3"), "FeSEM": "2 of 3"}
     assert main.rows[0][0] == "FeSEM"
@@ -244,7 +244,7 @@ def test_a_run_that_failed_is_a_row_that_says_why() -> None:
     reason = "the network has no head"
     failures = [Failure("key of FedRep", "FedRep", {}, seed, reason, "log") for seed in range(3)]
     failures.append(Failure("key of Ditto", "Ditto", {}, 0, "was killed, then ran", "log"))
-    results = Results(comparison(LEVELS), failures)
+    results = Results([*comparison(LEVELS), *failures])
     last = results.table().rows[-1]
     assert [*last[:3]] == ["FedRep", "0 of 3, 3 failed", DASH]
     failed = named(results, "Runs that failed")
@@ -253,7 +253,7 @@ def test_a_run_that_failed_is_a_row_that_says_why() -> None:
 
 
 def test_a_table_is_printed_before_any_run_has_finished() -> None:
-    results = Results([], waiting=[Waiting("k", "FedAvg", {"model.local_epochs": 5}, 0)])
+    results = Results([Waiting("k", "FedAvg", {"model.local_epochs": 5}, 0)])
     assert column(results.table(), "seeds") == {"FedAvg, local_epochs=5": "0 of 1"}
     for text in (str(results), results.to_markdown(), results.to_latex(), results.to_html()):
         assert "epochs=5" in text
@@ -447,9 +447,8 @@ def test_what_can_not_be_compared_is_an_error() -> None:
 
 
 def test_a_baseline_that_has_not_finished_is_no_error() -> None:
-    results = Results(
-        comparison(LEVELS), waiting=[Waiting("k", "FedProx", {}, 0)], baseline="FedProx"
-    )
+    runs = [*comparison(LEVELS), Waiting("k", "FedProx", {}, 0)]
+    results = Results(runs, baseline="FedProx")
     assert [row.label for row in results.findings.references] == ["FeSEM"]
 
 
@@ -465,7 +464,7 @@ def test_the_order_of_the_runs_does_not_matter() -> None:
 def test_the_csv_has_all_numbers() -> None:
     runs = comparison(LEVELS)
     failures = [Failure("k", "FedRep", {"a": [1]}, 0, "no, head", "log")]
-    results = Results(runs, failures, target=0.6)
+    results = Results([*runs, *failures], target=0.6)
     lines = [*csv.DictReader(io.StringIO(results.to_csv()))]
     keys = "method", "seed", "moment", "quantity", "statistic", "against"
     found = {tuple(line[key] for key in keys): line["value"] for line in lines}
@@ -523,7 +522,7 @@ HOSTILE = r"""[A] 100% & #1 $x$ {y} ~z ^w_v \emph <b> | "q" 'r' * `c`"""
 def test_hostile_names_are_escaped() -> None:
     runs = comparison({HOSTILE: 0.8, "*B": 0.5})
     failures = [Failure("k", "C", {}, 0, f"no {HOSTILE}", "a_b.log")]
-    results = Results(runs, failures)
+    results = Results([*runs, *failures])
     page = Balanced(results.to_html())
     assert page.open == []
     assert HOSTILE in page.cells
@@ -612,7 +611,7 @@ def test_tables_fit_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> N
     levels = {long: 0.8, "FedAvg": 0.7, "Local": 0.75}
     runs = comparison(levels, seeds=5)
     failed = Failure("k", "IFCA", {}, 0, "the network has no head " * 9, "log.txt")
-    results = Results(runs, [failed], baseline="FedAvg", target=0.6)
+    results = Results([*runs, failed], baseline="FedAvg", target=0.6)
     lines = str(results).splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
