@@ -1,4 +1,4 @@
-"""A node of a deployed federation. It holds one client and answers messages of the server."""
+"""The process of a node. It runs Flower's SuperNode, and answers the server's messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import secrets
 import tempfile
 import threading
 import time
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
+import httpx
 import lightning as L
+from flwr.app import RecordDict
 
 from pflight.command.cli import FederationCLI
 from pflight.command.process import quieten
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.runs.host import readable
 from pflight.runs.locks import hold, holder, release
 
 from .agreement import server_callback, text_of_model
@@ -30,11 +36,15 @@ from .certificates import (
     trusting,
     write_private,
 )
+from .flower import LOOK, Letter, RuntimeHttpClient, runtime_of_node, task_with_message
+from .messages import tensor_bytes_of
 from .node import Node
-from .processes import ProcessEndedError, ended_by_signals
-from .supernode import LostServerError, serve, supernode
+from .processes import Process, ProcessEndedError, ended_by_signals, free_port
 
 _REFUSED = "Failed to activate SuperNode"
+_LOST = "SSL/TLS handshake error detected"  # a SuperNode's last log line; it does not end
+_UNSENT = "Failed to send message "  # followed by the message's id, a colon and the reason
+_SECRET = "secret"  # a file beside the certificates of a SuperNode
 _SHORT = 30.0  # seconds until a SuperNode that can't run has ended
 _LOOK = 2.0  # seconds between two looks for the server
 _WATCH = 10.0  # likewise, while a SuperNode is connected
@@ -123,10 +133,8 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="pflight-") as folder:
         own = Path(folder)
         make_certificates(own, [], days=3650)
-        secret = own / "secret"
-        write_private(secret, secrets.token_hex(32).encode())
-        paths = {"ca": own / "ca.pem", "certificate": own / "server.pem", "key": own / "server.key"}
-        there = given.folder, given.server, given.ca, given.key, paths, secret
+        write_private(own / _SECRET, secrets.token_hex(32).encode())
+        there = given.folder, given.server, given.ca, given.key, own
         print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
         failing = 0.0
         while True:
@@ -136,8 +144,7 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 with Watch(given.server, given.ca) as watch, supernode(*there) as started:
                     process, address = started
                     print("pflight: connecting", flush=True)
-                    where = paths["ca"], address, secret.read_bytes()
-                    serve(node.answer, process, *where, watch.misses)
+                    serve(node.answer, process, address, own, watch.misses)
             except LostServerError:
                 failing = 0.0
             except ProcessEndedError as error:
@@ -214,3 +221,119 @@ def _say_why(said: str, key: Path, failing: float) -> None:
     if failing >= _PATIENCE:
         raise ConfigurationError(said)
     print(f"pflight: {said if refused else 'the connection has ended'}; trying again", flush=True)
+
+
+class LostServerError(ConfigurationError):
+    """A SuperNode has lost its server."""
+
+
+@contextmanager
+def supernode(
+    folder: Path, address: str, root: Path, key: Path, own: Path
+) -> Iterator[tuple[Process, str]]:
+    """Start a SuperNode, and yield its process and the address of its runtime.
+
+    Args:
+        folder: The folder of its files.
+        address: The address of the server.
+        root: The certificate of the server's authority.
+        key: The node's private key.
+        own: The folder with the certificates of the connection between the SuperNode and this
+            process, and with the secret that both of them share.
+
+    Raises:
+        ProcessEndedError: If it ends at once, such as when another process has taken its port.
+    """
+    port = free_port()
+    command = ["flower-supernode", "--superlink", address, "--root-certificates", str(root)]
+    command += ["--auth-supernode-private-key", str(key), "--isolation", "process"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--ssl-ca-certfile", str(own / "ca.pem")]
+    command += ["--ssl-certfile", str(own / "server.pem")]
+    command += ["--ssl-keyfile", str(own / "server.key")]
+    command += ["--superexec-auth-secret-file", str(own / _SECRET)]
+    process, runtime = Process(command, folder, "supernode"), f"127.0.0.1:{port}"
+
+    def ready() -> bool:
+        try:
+            return check_server(runtime, own / "ca.pem")
+        except ConfigurationError:  # another process has taken the port, so this one ends
+            return False
+
+    try:
+        process.wait_until(ready)
+        yield process, runtime
+    finally:
+        process.stop()
+
+
+def serve(
+    answer: Callable[[RecordDict], RecordDict],
+    process: Process,
+    address: str,
+    own: Path,
+    lost: Callable[[], bool],
+) -> None:
+    """Answer the messages of a SuperNode until it ends.
+
+    Flower sends code with each run. It is neither installed nor read.
+
+    Args:
+        answer: Returns the answer to a message.
+        process: The process of the SuperNode.
+        address: The address of its runtime.
+        own: As in :func:`supernode`.
+        lost: Returns whether the server was away for long.
+
+    Raises:
+        LostServerError: When the SuperNode has lost its server.
+        ProcessEndedError: When the SuperNode has ended, with its last output.
+    """
+    letters: SimpleQueue[Letter] = SimpleQueue()
+    root, secret, size = own / "ca.pem", (own / _SECRET).read_bytes(), 0
+    with runtime_of_node(address, root, secret) as executor:  # an ending SuperNode waits for it
+        while True:
+            process.check()
+            if lost():
+                raise LostServerError(f"{process.name} has lost the server")
+            with suppress(httpx.HTTPError):  # it is about to end
+                if token := task_with_message(executor):
+                    client = runtime_of_node(address, root, token=token)
+                    threading.Thread(target=_open, args=(client, letters), daemon=True).start()
+            letter = None
+            with suppress(Empty):
+                letter = letters.get(timeout=LOOK)
+            for line in process.news():  # about the previous answer, of this size
+                if _LOST in line:
+                    raise LostServerError(f"{process.name} has lost the server")
+                if _UNSENT in line:
+                    warnings.warn(_unsent(line, size), stacklevel=2)
+            if letter is None:
+                continue
+            try:
+                with closing(letter):
+                    content = answer(letter.content)
+                    size = tensor_bytes_of(content)
+                    letter.answer(content)
+            except httpx.HTTPError as error:
+                warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
+
+
+def _unsent(line: str, size: int) -> str:
+    """Return the reason why an answer with ``size`` bytes of tensors was not sent."""
+    reason = line.partition(_UNSENT)[2].partition(": ")[2]
+    if " '413 " in reason:
+        return (
+            f"this node's answer with {readable(size)} of tensors was not sent: it is larger than "
+            "what the server, or a proxy before it, takes (status 413); have the proxy pass larger "
+            "messages, in nginx by client_max_body_size"
+        )
+    return f"this node's answer with {readable(size)} of tensors was not sent: {reason}"
+
+
+def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
+    """Wait until a message is complete."""
+    try:
+        letters.put(Letter(client))
+    except Exception as error:  # many kinds: the message or its run is gone
+        warnings.warn(f"a message did not arrive: {error}", stacklevel=2)

@@ -226,16 +226,10 @@ class Node:
         """Set everything up as client ``place`` of ``num_clients``."""
         federation, callback = copy.deepcopy(self._configured)
         data, seat = OwnData(self._samples, self.own, place, num_clients), Seat(callback)
-        before, memory = federation.clients, NodeMemory(self.folder, place)
-        how = (
-            before.module,
-            before.layout,
-            before.client_method,
-            before.server,
-            memory,
-            before.training,
-        )
-        clients = federation.clients = federation.record.clients = HomeClients(*how)
+        like, memory = federation.clients, NodeMemory(self.folder, place)
+        whose = like.module, like.layout, like.client_method, like.server
+        clients = HomeClients(*whose, memory, like.training)
+        federation.clients = federation.record.clients = clients
         runner = L.Trainer(
             max_epochs=0, callbacks=[seat], default_root_dir=self.folder, **self._trainer
         )

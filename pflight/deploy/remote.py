@@ -99,15 +99,8 @@ class RemoteClients(Clients):
     if_data_are_lost = "; if a node has lost its folder, start it with --anew"
 
     def __init__(self, post: Post, like: Clients) -> None:
-        arguments = (
-            like.module,
-            like.layout,
-            like.client_method,
-            like.server,
-            like.memory,
-            like.training,
-        )
-        super().__init__(*arguments)
+        whose = like.module, like.layout, like.client_method, like.server
+        super().__init__(*whose, like.memory, like.training)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
         self.sessions: dict[int, str] = {}

@@ -18,6 +18,9 @@ SENT, JUDGED = "sent", "judged"
 """Groups of entries that the server sends: for training, and for evaluation."""
 Work = Literal["describe", "train", "gradients", "aside", "losses", "evaluate"]
 _ROUNDS, _CLIENTS = 2**31, 2**20  # at most
+_COUNTS = {"client": (0, _CLIENTS), "clients": (1, _CLIENTS), "after": (NEVER, _ROUNDS)}
+_COUNTS |= dict.fromkeys(("round", "rounds", "epochs", "batches", "as_round"), (0, _ROUNDS))
+"""The smallest and the largest value of each whole number."""
 
 
 class _Form(NamedTuple):
@@ -98,14 +101,11 @@ class Request:
         numbers, words, groups = _FORMS[work]
         groups = (*models_in(content), *groups) if work == "losses" else groups
         check_parts(content, (*_COMMON.numbers, *numbers), (*_COMMON.words, *words), groups)
+        known = {*_COMMON.numbers, *numbers}
         counts = {
-            "client": count_of(content, "client", most=_CLIENTS),
-            "clients": count_of(content, "clients", 1, _CLIENTS),
-            "after": count_of(content, "after", NEVER, _ROUNDS),
+            name: count_of(content, name, *limits) if name in known else 0
+            for name, limits in _COUNTS.items()
         }
-        for name in ("round", "rounds", "epochs", "batches", "as_round"):
-            known = name in (*_COMMON.numbers, *numbers)
-            counts[name] = count_of(content, name, most=_ROUNDS) if known else 0
         if counts["client"] >= counts["clients"]:
             raise MessageError(f"there is no client {counts['client']} among {counts['clients']}")
         if (mean_samples := number_of(content, "mean_samples")) < 0:

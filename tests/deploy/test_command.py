@@ -29,10 +29,9 @@ from pflight.deploy.certificates import (
     make_key,
     write_private,
 )
-from pflight.deploy.client import NodeCLI
+from pflight.deploy.client import NodeCLI, supernode
 from pflight.deploy.node import Node
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
-from pflight.deploy.supernode import supernode
 from pflight.errors import ConfigurationError
 from tests.runs import linear_client
 
@@ -120,15 +119,13 @@ def test_a_supernode_whose_port_was_taken_meanwhile_ends(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes of a machine may be given the same free port; a node starts one that ends anew."""
-    other, secret = tmp_path / "other", tmp_path / "secret"
+    other = tmp_path / "other"
     make_certificates(other, ["127.0.0.1"])
-    write_private(secret, b"0" * 64)
-    ca = other / "ca.pem"
-    own = {"ca": ca, "certificate": other / "server.pem", "key": other / "server.key"}
-    there = tmp_path, "localhost:1", ca, tmp_path / "node.key", own, secret
+    write_private(other / "secret", b"0" * 64)
+    there = tmp_path, "localhost:1", other / "ca.pem", tmp_path / "node.key", other
     with answering(certificates) as address:
         port = int(address.rpartition(":")[2])
-        monkeypatch.setattr("pflight.deploy.supernode.free_port", lambda: port)
+        monkeypatch.setattr("pflight.deploy.client.free_port", lambda: port)
         with pytest.raises(ProcessEndedError, match="API failed to start"), supernode(*there):
             pass
 

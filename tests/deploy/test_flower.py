@@ -16,7 +16,7 @@ from flwr.supercore.retry import http_retry
 from flwr.supernode import start_client_internal
 from packaging.requirements import Requirement
 
-from pflight.deploy import client, flower, supernode
+from pflight.deploy import client, flower
 from pflight.deploy.flower import FLEET, Owner, superlink_app
 
 PACKAGE = Path(flower.__file__).parent
@@ -87,9 +87,9 @@ def test_a_superlink_is_an_app_with_nodes_that_it_knows() -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (start_client_internal, supernode._UNSENT + "%s: %s"),
+        (start_client_internal, client._UNSENT + "%s: %s"),
         (catalog, client._REFUSED),
-        (http_retry, supernode._LOST),
+        (http_retry, client._LOST),
     ],
 )
 def test_a_supernode_says_what_is_looked_for(module: ModuleType, words: str) -> None:
