@@ -24,6 +24,7 @@ from .messages import (
     count_of,
     entries_of,
     finite_number,
+    list_of,
     nth,
     number_of,
     numbers_of,
@@ -35,6 +36,7 @@ from .node import ANEW, COUNTS, STATE
 _SAMPLES = 2**40  # at most, for a client
 _WIDTH = 2**24  # at most, for the head of a network
 _NAMES, _LETTERS = 1_000, 200  # at most: the names that a client logs, the letters of each
+_WAYS = "higher", "lower"  # lists of the logged values of which more is better, or less
 _TAKEN = ("val/", "test/", "clients/", "communication/")  # prefixes of the server's own logs
 
 
@@ -225,24 +227,19 @@ def values_in(
     Raises:
         MessageError: If the answer is invalid, with the reason.
     """
-    starts = {model: f"{model}value." for model in models}
-    ways = {model: (f"{model}higher", f"{model}lower") for model in models}
-    check_parts(answer, starts.values(), [word for pair in ways.values() for word in pair])
-    return {
-        model: _values(client, numbers_of(answer, start), answer, ways[model], judges)
-        for model, start in starts.items()
-    }
+    ways = [f"{model}{way}" for model in models for way in _WAYS]
+    check_parts(answer, [f"{model}value." for model in models], ways)
+    return {model: _values(client, answer, model, judges) for model in models}
 
 
-def _values(
-    client: int, given: Mapping[str, Any], answer: RecordDict, ways: tuple[str, str], judges: bool
-) -> ClientValues:
+def _values(client: int, answer: RecordDict, model: str, judges: bool) -> ClientValues:
+    given = numbers_of(answer, f"{model}value.")
     _check_names(given)
     if judges != bool(given):
         raise MessageError(
             "its module logged nothing to judge it by" if judges else "it logged what nobody can"
         )
-    higher, lower = (words_of(answer, way, []) for way in ways)
+    higher, lower = (list_of(answer, f"{model}{way}") for way in _WAYS)
     known = Counter([*higher, *lower])
     if not known.keys() <= given.keys() or len(known) < known.total():
         raise MessageError("it says twice, or of nothing that it logged, whether higher is better")
@@ -251,9 +248,8 @@ def _values(
     for name, value in given.items():
         if type(value) not in (int, float):
             raise MessageError(f"its {name} is no number")
-        values.values[name] = {
-            client: finite_number(name, value) if math.isfinite(value) else value
-        }
+        finite = finite_number(name, value) if math.isfinite(value) else value
+        values.values[name] = {client: finite}
     values.higher_is_better = {**dict.fromkeys(higher, True), **dict.fromkeys(lower, False)}
     return values
 

@@ -111,7 +111,8 @@ class NodeMemory(ClientMemory):
             sync(partial)
         sync(self.folder)
         self._at = path
-        files = {path: _round_of(path) for path in self.folder.glob(_FILE.format("*", "*"))}
+        every = self.folder.glob(_FILE.format("*", "*"))
+        files = {path: int(path.stem.split("-")[1]) for path in every}
         old = sorted({index for index in files.values() if index < round})[:-_KEPT]
         for path, index in files.items():
             if index in old and path != begun:
@@ -128,10 +129,6 @@ class NodeMemory(ClientMemory):
 def _check_id(given: str, whose: str) -> None:
     if not _ID.fullmatch(given):
         raise MessageError(f"the server sent no id of its {whose}")
-
-
-def _round_of(path: Path) -> int:
-    return int(path.stem.split("-")[1])
 
 
 def _read(path: Path, whose: Mapping[str, int]) -> Slots:

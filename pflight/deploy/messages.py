@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -21,7 +21,6 @@ Words = str | list[str]
 _RAW, _BYTES = "raw", "bytes"  # little-endian, as on all machines with PyTorch
 _NUMBERS, _WORDS = "numbers", "words"
 _ABOUT = "names", "kinds"  # words about each group
-_FORMS = {str: "text", list: "a list of words"}
 _LONGEST, _QUOTED = 2_000, 100  # characters of another machine's text, and of a quoted part
 _LARGEST = 1e300  # so that sums of many such numbers are finite
 LARGEST_WHOLE = 2**53
@@ -212,28 +211,33 @@ def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
     return {name[len(start) :]: value for name, value in given.items() if name.startswith(start)}
 
 
-@overload
-def words_of(content: RecordDict, name: str) -> str: ...
-
-
-@overload
-def words_of(content: RecordDict, name: str, default: list[str]) -> list[str]: ...
-
-
-def words_of(content: RecordDict, name: str, default: Words = "") -> Words:
-    """Return the words of a name: text on one line, or a list if the default is a list.
+def words_of(content: RecordDict, name: str) -> str:
+    """Return the words of a name as text on one line, which is empty if there are none.
 
     Raises:
-        MessageError: If they have another type.
+        MessageError: If they are no text.
     """
+    said = _said(content, name, "")
+    if not isinstance(said, str):
+        raise MessageError(f"what it sent as {name} is not text")
+    return shown(said)
+
+
+def list_of(content: RecordDict, name: str) -> list[str]:
+    """Return a list of words, which is empty if there is none of this name.
+
+    Raises:
+        MessageError: If it is no list of words.
+    """
+    said = _said(content, name, [])
+    if not isinstance(said, list) or not all(isinstance(word, str) for word in said):
+        raise MessageError(f"what it sent as {name} is not a list of words")
+    return list(said)
+
+
+def _said(content: RecordDict, name: str, default: Words) -> Any:
     record: Mapping[str, Any] = content.config_records.get(_WORDS) or {}
-    said = record.get(name, default)
-    if isinstance(said, str) and isinstance(default, str):
-        return shown(said)
-    lists = isinstance(said, list) and isinstance(default, list)
-    if lists and all(isinstance(word, str) for word in said):
-        return list(said)
-    raise MessageError(f"what it sent as {name} is not {_FORMS[type(default)]}")
+    return record.get(name, default)
 
 
 def tensor_bytes_of(content: RecordDict) -> int:
@@ -252,7 +256,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{_name_of(tensor.dtype)} of shape {list(tensor.shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
 def _kinds_of(content: RecordDict, group: str) -> dict[str, str]:
@@ -261,16 +265,12 @@ def _kinds_of(content: RecordDict, group: str) -> dict[str, str]:
     Raises:
         MessageError: If some entries lack a type and shape, or a name occurs twice.
     """
-    names, kinds = (words_of(content, f"{group}.{word}", []) for word in _ABOUT)
+    names, kinds = (list_of(content, f"{group}.{word}") for word in _ABOUT)
     if len(names) != len(kinds):
         raise MessageError("it sent entries without names")
     if len({*names}) < len(names):
         raise MessageError("it sent an entry twice")
     return dict(zip(names, kinds, strict=True))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _given_number(content: RecordDict, name: str) -> Any:

@@ -314,9 +314,8 @@ class Node:
     def _describe(self, request: Request) -> RecordDict:
         """Check that both sides agree, and return the description of the client."""
         check_agreement(self.agreement, request.agreement, "the server")
-        place, sizes = self.data.place, {}
-        for split in SPLITS:
-            sizes[f"samples.{split}"] = int(self.data.num_samples(split)[place])
+        place = self.data.place
+        sizes = {f"samples.{s}": int(self.data.num_samples(s)[place]) for s in SPLITS}
         salted = torch.tensor([self._salt(), int(self.data.fingerprint()[place])])
         counted = self.clients.attached_engine.setup.task is not None
         head = marked(self.clients.module)

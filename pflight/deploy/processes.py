@@ -46,7 +46,6 @@ class Process:
         self.name = name
         self.log = folder / f"{name}.log"
         self._begun = self._read = self.log.stat().st_size if self.log.exists() else 0
-        self.home = folder
         own = {
             "FLWR_HOME": str(folder),
             "FLWR_TELEMETRY_ENABLED": "0",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -65,7 +65,21 @@ class Asked:
 
 
 class Post(Protocol):
-    """Carries messages to nodes and their answers back."""
+    """Carries messages to nodes and their answers back, and knows which nodes are connected.
+
+    Attributes:
+        keys: The nodes' public keys, by client.
+        patience: Seconds until nodes must have connected and described their data.
+    """
+
+    keys: dict[int, bytes]
+    patience: float
+
+    def online(self) -> Mapping[int, int]:
+        """Return the ids of the nodes that are connected, by client."""
+
+    def register(self, keys: Set[bytes]) -> None:
+        """Let the nodes with these keys connect."""
 
     def send(self, messages: Iterable[Asked]) -> None:
         """Send messages. A client gets no second message before it has answered."""
@@ -367,21 +381,17 @@ class RemoteClients(Clients):
         numbers: Mapping[str, Any],
         words: Mapping[str, Any],
     ) -> None:
-        groups = {group: dict(entries(states)) for group, states in sent.items()}
         common = {
             "clients": self.num_clients,
             "round": self.current.entry.index,
             "rounds": self.rounds,
-            "mean_samples": self._mean_samples if self._needs_mean else 0.0,
+            "mean_samples": self._mean_samples,
             **numbers,
         }
         run = {"run": self.run_id, "session": self.session, "agreement": self.agreement}
         messages, pool = [], dict[bytes, bytes]()  # many clients may get equal models
         for row, client in enumerate(clients.tolist()):
-            rows = {
-                group: {name: value[row] for name, value in columns.items()}
-                for group, columns in groups.items()
-            }
+            rows = {group: dict(entries(states[row])) for group, states in sent.items()}
             own = {**common, "client": client, "after": int(self.after[client])}
             session = self.sessions.get(client, self.session)
             said = {"do": work, **run, "after_session": session, **words}
@@ -390,14 +400,12 @@ class RemoteClients(Clients):
         self.post.send(messages)
 
     @property
-    def _needs_mean(self) -> bool:
-        """Whether training needs the mean number of samples. It reveals something about others."""
+    def _mean_samples(self) -> float:
+        """The mean number of samples if training needs it, or else 0. It tells about others."""
         methods = self.client_method, self.client_method.personal
         parts: list[Any] = [*filter(None, methods), *self.client_method.terms]
-        return self.data is not None and any(part.needs_mean_samples for part in parts)
-
-    @property
-    def _mean_samples(self) -> float:
+        if self.data is None or not any(part.needs_mean_samples for part in parts):
+            return 0.0
         return float(self.num_samples[self.trainable].double().mean())
 
     def _received(self, client: int) -> RecordDict:
@@ -454,11 +462,10 @@ class RemoteClients(Clients):
         beside = {name: value for name, value in state.items() if name in self._beside}
         model = {name: value for name, value in state.items() if name not in beside}
         check_update(model, like, work == "gradients")
-        wrong = ""
         if beside and work == "train":
             wrong = self.client_method.check_sent(beside, num_samples, num_steps)
-        if wrong:
-            raise MessageError(wrong)
+            if wrong:
+                raise MessageError(wrong)
 
     def _compared(
         self, answers: dict[int, Answer], sent: TensorDict, beside: list[str]

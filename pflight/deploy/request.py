@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 from pflight.data.loaders import SPLITS, Split
 
 from .memory import NEVER
-from .messages import MessageError, check_parts, count_of, nth, number_of, words_of
+from .messages import MessageError, check_parts, count_of, list_of, nth, number_of, words_of
 
 SENT, JUDGED = "sent", "judged"
 """Groups of entries that the server sends: for training, and for evaluation."""
@@ -118,7 +118,7 @@ class Request:
             **counts,
             after_session=words_of(content, "after_session"),
             mean_samples=mean_samples,
-            returns=tuple(words_of(content, "returns", [])),
+            returns=tuple(list_of(content, "returns")),
             split=_split_of(content, work),
             agreement=_agreement_of(content),
         )
@@ -140,7 +140,7 @@ def _split_of(content: RecordDict, work: Work) -> Split:
 
 
 def _agreement_of(content: RecordDict) -> dict[str, str]:
-    names, digests = words_of(content, "names", []), words_of(content, "digests", [])
+    names, digests = list_of(content, "names"), list_of(content, "digests")
     if len(names) != len(digests) or len({*names}) < len(names):
         raise MessageError("it does not say what it wants to agree on")
     return dict(zip(names, digests, strict=True))

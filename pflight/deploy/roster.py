@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 
@@ -21,24 +21,6 @@ from .remote import Post, RemoteClients
 
 _LOOK = 2.0  # seconds between two looks for connected nodes
 _REMIND = 15.0  # seconds between two messages about missing nodes
-
-
-class NodePost(Post, Protocol):
-    """Carries messages to nodes, and knows which nodes are connected.
-
-    Attributes:
-        keys: The nodes' public keys, by client.
-        patience: Seconds until nodes must have connected and described their data.
-    """
-
-    keys: dict[int, bytes]
-    patience: float
-
-    def online(self) -> Mapping[int, int]:
-        """Return the ids of the nodes that are connected, by client."""
-
-    def register(self, keys: Set[bytes]) -> None:
-        """Let the nodes with these keys connect."""
 
 
 class Roster(L.Callback):
@@ -59,7 +41,7 @@ class Roster(L.Callback):
         self,
         clients: RemoteClients,
         data: NodeData,
-        post: NodePost,
+        post: Post,
         folder: Path,
         agreement: Mapping[str, str],
     ) -> None:

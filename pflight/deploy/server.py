@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import Namespace
 
@@ -72,19 +71,8 @@ class ServerCLI(FederationCLI):
         config.data = Namespace(class_path=_DATA, init_args=Namespace(**known))
         config.trainer.reload_dataloaders_every_n_epochs = 1  # for nodes that join
 
-    def fit(self, **kwargs: Any) -> None:
-        """Wait for the nodes, and train with them."""
-        self._with_nodes(super().fit, kwargs)
-
-    def validate(self, **kwargs: Any) -> None:
-        """Have the nodes evaluate their models on their validation samples."""
-        self._with_nodes(super().validate, kwargs)
-
-    def test(self, **kwargs: Any) -> None:
-        """Have the nodes evaluate their models on their test samples."""
-        self._with_nodes(super().test, kwargs)
-
-    def _with_nodes(self, work: Callable[..., None], given: dict[str, Any]) -> None:
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Wait for the nodes, and train or evaluate with them."""
         config, trainer = self.config[self.config.subcommand], self.trainer
         if not isinstance(self.model, Federation):
             raise ConfigurationError("deploy is for a federation: the model must be a Federation")
@@ -113,7 +101,7 @@ class ServerCLI(FederationCLI):
                 roster.meet(self._places, saved)
                 post.patience = post.timeout or post.patience  # for nodes that join during a run
                 trainer.callbacks.insert(0, roster)  # type: ignore[attr-defined]
-                work(**given)
+                super()._run_subcommand(subcommand)
             finally:
                 for kind, carried in post.carried.items():
                     print(f"pflight: {_told(kind, carried)}", flush=True)

@@ -41,6 +41,7 @@ class Figures:
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
+        self._tag = f"val/macro_{findings.metric}"
 
     def curves(self) -> Figure:
         """Draw the validation metric over rounds: means of seeds, and the best row's range."""
@@ -96,10 +97,6 @@ class Figures:
             draw["boxes"] = self.boxes
         return {name: _png(figure()) for name, figure in draw.items()}
 
-    @property
-    def _tag(self) -> str:
-        return f"val/macro_{self._findings.metric}"
-
     def _is_baseline(self, row: Row) -> bool:
         return row.method in _BASELINES or row is self._findings.baseline
 
@@ -131,7 +128,9 @@ class Figures:
             ends.append(x[-1])
             later.append(values[:, len(x) // 5 :].ravel())
             means, strong = values.mean(axis=0), row in named
-            style = _style(named.index(row), len(x)) if strong else {"color": FAINT}
+            style: dict[str, Any] = {"color": FAINT}
+            if strong:
+                style = line_style(_HUES[named.index(row) % len(_HUES)], len(x))
             width, above = (1.6, 3) if strong else (1.0, 2)
             axes.plot(x, means, linewidth=width, label=row.label, zorder=above, **style)
             names.append((row, x[-1], means[-1], style["color"] if strong else _GREY))
@@ -163,11 +162,6 @@ class Figures:
             f"Validation by {what}: {spread}{some if len(rows) < number else ''}", fontsize=10
         )
         return figure
-
-
-def _style(index: int, points: int) -> dict[str, Any]:
-    """Return the style of a line that is not grey."""
-    return line_style(_HUES[index % len(_HUES)], points)
 
 
 def _name_ends(axes: Axes, names: Sequence[tuple[Row, float, float, str]]) -> None:

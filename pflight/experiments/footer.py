@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -31,8 +31,9 @@ def _state(findings: Findings) -> Iterator[str]:
     waiting = sum(len(row.waiting) for row in findings.rows)
     failed = sum(len(row.failures) for row in findings.rows)
     if waiting or failed:
-        finished = _counted(len(findings.runs), "run")
-        yield f"{finished} finished, {waiting} waiting or running, {failed} failed."
+        finished = len(findings.runs)
+        runs = "run" if finished == 1 else "runs"
+        yield f"{finished} {runs} finished, {waiting} waiting or running, {failed} failed."
 
 
 def _seeds(findings: Findings) -> Iterator[str]:
@@ -169,7 +170,7 @@ def _needed() -> int:
 
 def _fairness(findings: Findings) -> Iterator[str]:
     """Say whether all rows had the same data, weights, cohorts and batches at each seed."""
-    others: dict[tuple[str, str], list[int]] = defaultdict(list)
+    others: dict[str, dict[str, list[int]]] = {}  # seeds by row and kind
     unknown: set[str] = set()
     shown = []
     for seed in findings.seeds:
@@ -177,24 +178,21 @@ def _fairness(findings: Findings) -> Iterator[str]:
         usual = {}
         for kind in _KINDS:
             hashes = {row.label: row.runs[seed].fingerprints.get(kind) for row in rows}
-            known = {label: value for label, value in hashes.items() if value is not None}
-            unknown |= hashes.keys() - known.keys()
+            known = Counter(value for value in hashes.values() if value is not None)
             if known:
-                usual[kind] = Counter(known.values()).most_common(1)[0][0]
-                for label, value in known.items():
-                    if value != usual[kind]:
-                        others[label, kind].append(seed)
+                usual[kind] = known.most_common(1)[0][0]
+            for label, value in hashes.items():
+                if value is None:
+                    unknown.add(label)
+                elif value != usual[kind]:
+                    others.setdefault(label, {}).setdefault(kind, []).append(seed)
         if usual:
             listed = ", ".join(f"{kind} {value}" for kind, value in usual.items())
             shown.append(f"seed {seed}: {listed}")
     if not shown:
         yield "Whether the methods had the same data, weights, cohorts and batches is unknown."
-        return
-    by_label: dict[str, list[str]] = defaultdict(list)
-    for (label, kind), seeds in others.items():
-        by_label[label].append(f"other {_KINDS[kind]} at {_named('seed', seeds)}")
-    if by_label:
-        listed = "; ".join(f"{label} has {', '.join(found)}" for label, found in by_label.items())
+    elif others:
+        listed = "; ".join(f"{label} has {_others(found)}" for label, found in others.items())
         yield f"Not all rows had the same start: {listed}. Most rows: {'; '.join(shown)}."
     else:
         whose = f" ({', '.join(sorted(unknown))}: not known)" if unknown else ""
@@ -202,6 +200,11 @@ def _fairness(findings: Findings) -> Iterator[str]:
             "At each seed, all rows had the same clients' data, initial weights, cohorts and "
             f"batches{whose}: {'; '.join(shown)}."
         )
+
+
+def _others(seeds: Mapping[str, list[int]]) -> str:
+    """Return the kinds of things that a row had otherwise than most rows, with the seeds."""
+    return ", ".join(f"other {_KINDS[k]} at {_named('seed', s)}" for k, s in seeds.items())
 
 
 def _tuning(findings: Findings) -> Iterator[str]:
@@ -258,10 +261,6 @@ def _without_value(findings: Findings, row: Row) -> int:
 
 def _uneven(findings: Findings) -> bool:
     return len({len(row.runs) for row in findings.finished}) > 1
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _named(what: str, numbers: list[int]) -> str:

@@ -303,10 +303,7 @@ def _judged_by(
 
 
 def _curve(history: Sequence[Round]) -> Curve:
-    rounds: list[int] = []
-    traffic: list[int] = []
-    total = 0
-    columns: dict[str, list[float | None]] = {}
+    evaluated, total = list[tuple[int, int, dict[str, float]]](), 0
     for entry in history:
         total += entry.bytes_down + entry.bytes_up
         values = {
@@ -315,13 +312,13 @@ def _curve(history: Sequence[Round]) -> Curve:
             if tag.startswith("val/") and not tag.removeprefix("val/").startswith(_APART)
         }
         if values:
-            for tag in values.keys() - columns.keys():
-                columns[tag] = [None] * len(rounds)
-            rounds.append(entry.index + 1)
-            traffic.append(total)
-            for tag, column in columns.items():
-                column.append(values.get(tag))
-    return Curve(rounds, traffic, columns)
+            evaluated.append((entry.index + 1, total, values))
+    tags = dict.fromkeys(tag for *_, values in evaluated for tag in values)
+    return Curve(
+        round=[trained for trained, *_ in evaluated],
+        bytes=[traffic for _, traffic, _ in evaluated],
+        values={tag: [values.get(tag) for *_, values in evaluated] for tag in tags},
+    )
 
 
 def fingerprints(run: FederationCLI) -> dict[str, str]:

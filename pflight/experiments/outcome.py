@@ -114,8 +114,7 @@ class Curve:
     values: dict[str, list[float | None]]
 
     def __post_init__(self) -> None:
-        columns: dict[str, Sized] = {"bytes": self.bytes, **self.values}
-        for name, column in columns.items():
+        for name, column in {"bytes": self.bytes, **self.values}.items():
             if len(column) != len(self.round):
                 raise ResultError(
                     f"the curve has {len(self.round)} rounds, but {len(column)} values of {name}"
@@ -240,8 +239,9 @@ class Outcome(Run, Record):
         if "test" not in self.samples:
             raise ResultError("samples has no test")
         columns: dict[str, Sized] = {"samples.test": self.samples["test"]}
-        columns |= _columns("last", self.last)
-        columns |= _columns("chosen", self.chosen) if self.chosen else {}
+        for name, moment in {"last": self.last, "chosen": self.chosen}.items():
+            found = moment.per_client if moment else {}
+            columns |= {f"{name}.per_client.{metric}": found[metric] for metric in found}
         for name, column in columns.items():
             if len(column) != len(self.clients):
                 raise ResultError(f"{name} has {len(column)} values of {len(self.clients)} clients")
@@ -255,10 +255,6 @@ class Outcome(Run, Record):
     def bytes_of_participation(self) -> float:
         """Bytes that a client sends and receives when it takes part in a round."""
         return self.bytes / self.participations if self.participations else math.nan
-
-
-def _columns(name: str, moment: Moment) -> dict[str, Sized]:
-    return {f"{name}.per_client.{metric}": found for metric, found in moment.per_client.items()}
 
 
 def _finite(value: Any) -> Any:

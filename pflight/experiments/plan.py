@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from itertools import chain, product
 from pathlib import Path
 from pkgutil import resolve_name
@@ -214,11 +214,8 @@ def methods_of(names: Sequence[str]) -> list[Method]:
 
 
 def _method(name: str) -> Method:
-    name, modifiers = parts_of(name)
-    method = _plain_method(name)
-    for one in modifiers:
-        method = _modified(method, one)
-    return method
+    plain, modifiers = parts_of(name)
+    return reduce(_modified, modifiers, _plain_method(plain))
 
 
 def _modified(method: Method, name: str) -> Method:

@@ -16,10 +16,10 @@ from pflight.deploy.messages import (
     count_of,
     entries_of,
     group_of,
+    list_of,
     number_of,
     numbers_of,
     packed,
-    words_of,
 )
 from tests.deploy.in_process import across
 
@@ -47,8 +47,8 @@ def test_numbers_and_words_arrive_as_they_were() -> None:
     arrived = across(packed(numbers={"n": 3, "x": 0.1, "logs.a": [1.5, 2.0]}, words={"w": ["a"]}))
     assert (number_of(arrived, "n"), number_of(arrived, "x")) == (3, 0.1)
     assert numbers_of(arrived, "logs.") == {"a": [1.5, 2.0]}
-    assert words_of(arrived, "w", []) == ["a"]
-    assert words_of(arrived, "other", []) == []
+    assert list_of(arrived, "w") == ["a"]
+    assert list_of(arrived, "other") == []
     with pytest.raises(MessageError, match="no number m"):
         number_of(arrived, "m")
 
