@@ -114,7 +114,8 @@ class Curve:
     values: dict[str, list[float | None]]
 
     def __post_init__(self) -> None:
-        for name, column in {"bytes": self.bytes, **self.values}.items():
+        columns: dict[str, Sized] = {"bytes": self.bytes, **self.values}
+        for name, column in columns.items():
             if len(column) != len(self.round):
                 raise ResultError(
                     f"the curve has {len(self.round)} rounds, but {len(column)} values of {name}"
