@@ -141,10 +141,12 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
             wait_for(given.server, given.ca)
             begun = time.monotonic()
             try:
-                with Watch(given.server, given.ca) as watch, supernode(*there) as started:
-                    process, address = started
+                with (
+                    watching(given.server, given.ca) as lost,
+                    supernode(*there) as (process, address),
+                ):
                     print("pflight: connecting", flush=True)
-                    serve(node.answer, process, address, own, watch.misses)
+                    serve(node.answer, process, address, own, lost)
             except LostServerError:
                 failing = 0.0
             except ProcessEndedError as error:
@@ -154,37 +156,31 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 _say_why(str(error), given.key, failing)
 
 
-class Watch:
-    """Watches the server in the background, since a SuperNode without it may wait forever.
+@contextmanager
+def watching(server: str, ca: Path) -> Iterator[Callable[[], bool]]:
+    """Watch the server in the background, since a SuperNode without it may wait forever.
 
     Args:
         server: The address of the server.
         ca: The certificate of the server's authority.
+
+    Yields:
+        A function that returns whether the server was away for so long that it has lost this node.
     """
+    seen, done = time.monotonic(), threading.Event()
 
-    def __init__(self, server: str, ca: Path) -> None:
-        self._where = server, ca
-        self._seen = time.monotonic()
-        self._done = threading.Event()
-
-    def __enter__(self) -> Watch:
-        """Start watching."""
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop watching."""
-        self._done.set()
-
-    def _look(self) -> None:
-        while not self._done.wait(_WATCH):
+    def look() -> None:
+        nonlocal seen
+        while not done.wait(_WATCH):
             with suppress(ConfigurationError):  # the next connection meets the same error
-                if check_server(*self._where):
-                    self._seen = time.monotonic()
+                if check_server(server, ca):
+                    seen = time.monotonic()
 
-    def misses(self) -> bool:
-        """Return whether the server was away for so long that it has lost this node, too."""
-        return time.monotonic() - self._seen > _REMIND
+    threading.Thread(target=look, name="watch", daemon=True).start()
+    try:
+        yield lambda: time.monotonic() - seen > _REMIND
+    finally:
+        done.set()
 
 
 def wait_for(server: str, ca: Path) -> None:

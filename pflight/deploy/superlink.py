@@ -66,8 +66,6 @@ def superlink(
         lock = hold(logs / ".lock")
     except BlockingIOError as error:
         raise ConfigurationError(f"another server is running in {logs}") from error
-    for kept in logs.glob("superlink.db*"):  # from old releases
-        kept.unlink()
     print(f"pflight: starting Flower's SuperLink at {host}:{port}, log in {logs}", flush=True)
     with tempfile.TemporaryDirectory(prefix="pflight-") as place:  # only the owner can enter
         folder = Path(place)

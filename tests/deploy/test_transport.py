@@ -31,7 +31,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from pflight.deploy.certificates import make_certificates
-from pflight.deploy.client import Watch, wait_for
+from pflight.deploy.client import wait_for, watching
 from pflight.deploy.demo import demonstrate
 from pflight.deploy.flower import Heartbeat, Owner
 from pflight.deploy.link import SECRET
@@ -351,9 +351,9 @@ def test_a_server_that_is_gone_for_long_is_lost(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("pflight.deploy.client._WATCH", 0.05)
     here = True
     monkeypatch.setattr("pflight.deploy.client.check_server", lambda *_: here)
-    with Watch("host:1", Path("ca.pem")) as watch:
+    with watching("host:1", Path("ca.pem")) as lost:
         time.sleep(0.5)
-        assert not watch.misses()
+        assert not lost()
         here = False
         time.sleep(0.5)
-        assert watch.misses()
+        assert lost()
