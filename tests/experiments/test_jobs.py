@@ -131,7 +131,7 @@ def test_a_worker_has_as_many_threads_as_it_is_told(given, threads, monkeypatch)
 
 
 class Refused:
-    """An agenda of one run in a folder that can't be made."""
+    """A comparison of one run in a folder that can't be made."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -141,7 +141,7 @@ class Refused:
 
 
 class Heard:
-    """Keeps what a watcher is told."""
+    """Keeps what is told about the progress."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
