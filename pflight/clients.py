@@ -26,8 +26,9 @@ from .engines.client_setup import ClientSetup
 from .engines.passes import Loss, Sums
 from .errors import ConfigurationError
 from .history import Round, Traffic, add_logs
+from .local_client import LocalClient
 from .messages import nothing_sent
-from .method import ClientMethod, LocalClient, add_what_it_needs, layout_with
+from .method import ClientMethod, add_what_it_needs, layout_with
 from .runs.checks import check_unchanged, settings_of
 from .runs.distributed import owned
 from .runs.failures import Failures
@@ -51,7 +52,7 @@ class Clients(ClientWork):
 
     It asks them to train, for gradients or losses, and gets what they send, chunk by chunk;
     traffic, failures and logs are counted on the way. What they do by themselves, as a
-    :class:`~pflight.method.LocalWork`, and what they keep is for their client method alone.
+    :class:`~pflight.local_client.LocalWork`, and what they keep is for their client method alone.
 
     Args:
         module: As all that follow, as in :class:`~pflight.client_work.ClientWork`.

@@ -39,7 +39,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 
 from .registry import Method
 

@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod
 from pflight.models.client_methods.apfl import inner_product
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.runs.host import check_fits

@@ -15,7 +15,8 @@ from torch.func import grad
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod
 from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.states.head import EXTRA, Head, watched
 from pflight.states.layers import body_names, head_entries

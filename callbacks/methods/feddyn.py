@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN
 from pflight.models.client_methods.corrected import Corrected
 from pflight.modifiers import squared_distance
 from pflight.options import NonNegativeFloat, checked

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
-from pflight.method import LocalWork
+from pflight.local_client import LocalWork
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.server_callback import ServerCallback
 from pflight.states.head import Head

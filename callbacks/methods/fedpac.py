@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.method import LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import Phase
 from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.runs.distributed import owned

@@ -10,7 +10,7 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.method import LocalWork
+from pflight.local_client import LocalWork
 from pflight.options import checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout

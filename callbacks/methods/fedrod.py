@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Phase
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.errors import ConfigurationError
-from pflight.method import OWN, ClientMethod, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import OWN, ClientMethod
 from pflight.options import Interval, NonNegativeFloat, PositiveInt, checked
 from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 

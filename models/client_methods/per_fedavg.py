@@ -12,7 +12,8 @@ from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod
 from pflight.options import NonNegativeFloat, NonNegativeInt, checked
 
 

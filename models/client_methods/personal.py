@@ -6,7 +6,8 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import PERSONAL, ClientMethod, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import PERSONAL, ClientMethod
 from pflight.options import checked
 from pflight.states.state import StateLayout
 

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod
 from pflight.options import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pflight.states.state import StateLayout
 

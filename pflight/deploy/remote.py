@@ -24,7 +24,8 @@ from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.history import Logs, merge_logs
-from pflight.method import OWN, Pass
+from pflight.local_client import Pass
+from pflight.method import OWN
 from pflight.metrics.collection import ClientMetrics, ClientScores, LoggedMetrics
 from pflight.runs.record import RunRecord
 from pflight.server_callback import ServerCallback
