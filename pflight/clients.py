@@ -332,17 +332,22 @@ class Clients(ClientWork):
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
-        return self.outer_method.judged(self, clients, sent)
+        states = self.outer_method.start_states(self, clients, sent)
+        if self.outer_method.judging_memory is not None:
+            states = self.historical(clients, states)
+        return self.model("", clients, sent, states)
 
-    def as_sent(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` of the models that clients are sent."""
-        return self.outer_method.as_sent(self, clients, self.completed(clients, sent))
+    def model(self, tag: str, clients: Tensor, sent: TensorDict, states: TensorDict) -> TensorDict:
+        """Return one of the clients' models ``[C]``: full states.
 
-    def further(
-        self, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
-    ) -> TensorDict:
-        """Return one of the further models ``[C]`` by which clients are judged."""
-        return self.outer_method.further(self, clients, sent, used, model)
+        Args:
+            tag: Which, as in :meth:`pflight.method.ClientMethod.models`.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            states: With what its rule begins ``[C]``; the model itself if there is no rule.
+        """
+        rule = self.outer_method.models().get(tag)
+        return states if rule is None else rule(self, clients, sent, states)
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""

@@ -363,9 +363,6 @@ class LocalWork(Protocol):
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' method remembers, by default entries of ``states`` ``[C]``."""
 
-    def historical(self, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the states ``[C]``, with the model that each client remembers and is judged by."""
-
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was written into a slot of the clients' memory, by default ``default``."""
 

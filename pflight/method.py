@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
@@ -23,6 +23,8 @@ OWN = "pflight_own."
 """What the names of a client method's own entries in a client's state begin with."""
 PERSONAL = "pflight_personal."
 """What the names of a client's personal copy of its module begin with."""
+Model = Callable[[LocalWork, Tensor, TensorDict, TensorDict], TensorDict]
+"""Makes a model of clients; see :meth:`ClientMethod.models`."""
 
 
 class Phase(NamedTuple):
@@ -49,13 +51,13 @@ class ClientMethod:
     computes are functions of tensors, so that an engine can run them for many clients at once.
 
     What clients do around their training is for a stack of them ``[C]``, by what :class:`LocalWork`
-    they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the models by which they
-    are judged. A machine that holds one client does it for that one.
+    they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the :meth:`models` by
+    which they are judged. A machine that holds one client does it for that one.
 
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
-        judged_by_memory: Whether a client is judged by the model that it remembers.
-        further_models: Further models by which clients are judged, as prefixes of tags.
+        judged_by_memory: Whether a client is judged by the model that it remembers. This takes no
+            rule in :meth:`models`. Fine-tuning does not change this model.
         averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
             to do with them, so that samples without weight may fill up a batch.
         personal: The client method by which each client trains a second, personal copy of its
@@ -81,7 +83,6 @@ class ClientMethod:
 
     keeps_memory: bool = False
     judged_by_memory: bool = False
-    further_models: tuple[str, ...] = ()
     averages_samples: bool = True
     needs_head: bool = False
     needs_classes: bool = False
@@ -262,8 +263,8 @@ class ClientMethod:
         """
         return states[personal]
 
-    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+    def start_states(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` with which clients begin to train, or to be judged.
 
         Args:
             work: What the clients can do.
@@ -271,6 +272,13 @@ class ClientMethod:
             sent: What the server sends them ``[C]``; what they kept is laid over it.
         """
         return work.start_states(clients, sent)
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+
+        By default they are those of :meth:`start_states`, with the same arguments.
+        """
+        return self.start_states(work, clients, sent)
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
@@ -319,47 +327,28 @@ class ClientMethod:
             trained: What :meth:`finish` gave ``[C]``.
         """
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` by which clients are judged.
+    def models(self) -> dict[str, Model]:
+        """Return the rules by which clients' models are made, by the prefix of their tags.
 
-        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
-        remember.
+        A rule is a function of the clients' ``work``, their ids ``[C]``, what the server sends them
+        now ``[C]``, and full states ``[C]`` to begin with. It returns full states ``[C]``. It may
+        replace entries of the states, but not change tensors in place. Without a rule, the states
+        are the model:
 
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
+        - ``""``, the clients' own models, begins with :meth:`start_states`, or with what clients
+          remember if they are judged by their memory;
+        - ``"server/"`` begins with what is sent, over the initial model;
+        - ``"finetuned/"`` begins with the fine-tuned own models, and makes the new own models;
+        - any other, such as ``"local/"``, is a further model, which only a rule makes. It begins
+          with the own models, after fine-tuning if there is any.
         """
-        states = work.start_states(clients, sent)
-        return states if self.judging_memory is None else work.historical(clients, states)
+        return {}
 
-    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
-        return states
-
-    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            states: What the server sends them now, over the initial model ``[C]``.
-        """
-        return states
-
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
-    ) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
-            model: Which.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+    @property
+    def further_models(self) -> tuple[str, ...]:
+        """The tags of the further models of :meth:`models`."""
+        usual = ("", "server/", "finetuned/")
+        return tuple(tag for tag in self.models() if tag not in usual)
 
     def __eq__(self, other: object) -> bool:
         """Return whether two client methods are of one kind and have the same options."""

@@ -335,7 +335,7 @@ class RemoteClients(Clients):
         """Raise, since a server with arbitrary passes could request the samples."""
         raise ConfigurationError(
             f"{type(look).__name__}: the server can't look through samples on other machines; a "
-            "client method can, in its before_training(), finish() or judged()"
+            "client method can, in its before_training(), finish() or models()"
         )
 
     def evaluate(
