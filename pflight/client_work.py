@@ -21,7 +21,8 @@ from .engines.client_setup import ClientSetup
 from .engines.passes import Rows, Sums
 from .errors import ConfigurationError
 from .history import Logs, Round
-from .method import ClientMethod, Measure, Pass
+from .local_client import Measure, Pass
+from .method import ClientMethod
 from .randomness import Purpose, generator
 from .runs.failures import Failures
 from .runs.memory import ClientMemory
@@ -118,7 +119,7 @@ class CurrentRound:
 class ClientWork:
     """All clients of a federation by themselves, of which each rank simulates those that it owns.
 
-    What they have as a :class:`~pflight.method.LocalWork`, from an engine and a memory.
+    What they have as a :class:`~pflight.local_client.LocalWork`, from an engine and a memory.
 
     Args:
         module: The client module.

@@ -26,8 +26,9 @@ from .engines.client_setup import ClientSetup
 from .engines.passes import Loss, Sums
 from .errors import ConfigurationError
 from .history import Round, Traffic, add_logs
+from .local_client import LocalClient
 from .messages import nothing_sent
-from .method import ClientMethod, LocalClient, add_what_it_needs, layout_with
+from .method import ClientMethod, add_what_it_needs, layout_with
 from .runs.checks import check_unchanged, settings_of
 from .runs.distributed import owned
 from .runs.failures import Failures
@@ -51,7 +52,7 @@ class Clients(ClientWork):
 
     It asks them to train, for gradients or losses, and gets what they send, chunk by chunk;
     traffic, failures and logs are counted on the way. What they do by themselves, as a
-    :class:`~pflight.method.LocalWork`, and what they keep is for their client method alone.
+    :class:`~pflight.local_client.LocalWork`, and what they keep is for their client method alone.
 
     Args:
         module: As all that follow, as in :class:`~pflight.client_work.ClientWork`.
@@ -331,17 +332,22 @@ class Clients(ClientWork):
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
-        return self.outer_method.judged(self, clients, sent)
+        states = self.outer_method.start_states(self, clients, sent)
+        if self.outer_method.judging_memory is not None:
+            states = self.historical(clients, states)
+        return self.model("", clients, sent, states)
 
-    def as_sent(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` of the models that clients are sent."""
-        return self.outer_method.as_sent(self, clients, self.completed(clients, sent))
+    def model(self, tag: str, clients: Tensor, sent: TensorDict, states: TensorDict) -> TensorDict:
+        """Return one of the clients' models ``[C]``: full states.
 
-    def further(
-        self, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
-    ) -> TensorDict:
-        """Return one of the further models ``[C]`` by which clients are judged."""
-        return self.outer_method.further(self, clients, sent, used, model)
+        Args:
+            tag: Which, as in :meth:`pflight.method.ClientMethod.models`.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            states: With what its rule begins ``[C]``; the model itself if there is no rule.
+        """
+        rule = self.outer_method.models().get(tag)
+        return states if rule is None else rule(self, clients, sent, states)
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""

@@ -25,7 +25,7 @@ from .task import Task
 WhichModel = str
 """The judged model of a client, as a prefix of tags: ``""``, the client's own model;
 ``"server/"``, the model that the server would send to the client; ``"finetuned/"``, the client's
-own model after fine-tuning; or one of the ``further_models`` of the client method."""
+own model after fine-tuning; or a further one of the client method's ``models``."""
 
 
 class Evaluator:
@@ -73,7 +73,7 @@ class Evaluator:
     def _outputs(self, ids: Tensor) -> dict[WhichModel, Evaluation | ClientValues]:
         clients, callback = self.clients, self.callback
         parts = [
-            self._evaluate(group, clients.as_sent(group, sent))
+            self._evaluate(group, self._as_sent(group, sent))
             for group, sent in callback.broadcast_groups(ids)
         ]
         server = _joined(parts)
@@ -89,9 +89,13 @@ class Evaluator:
         for name in clients.outer_method.further_models:
             sent = callback.broadcast(ids)
             used = clients.judged(ids, sent) if models is None else models.used
-            states = clients.further(ids, sent, used, name)
+            states = clients.model(name, ids, sent, used.copy())
             outputs[name] = self._evaluate(ids, states)
         return outputs
+
+    def _as_sent(self, ids: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` of the tags ``server/``."""
+        return self.clients.model("server/", ids, sent, self.clients.completed(ids, sent))
 
     def _evaluate(self, ids: Tensor, states: TensorDict) -> Evaluation | ClientValues:
         outputs, failures = self.clients.attached_engine.evaluate(ids, states, self.split)
@@ -243,14 +247,16 @@ class ClientModels(NamedTuple):
     @classmethod
     def of(cls, clients: Clients, callback: ServerCallback, ids: Tensor) -> ClientModels:
         """Return the models of the clients ``[C]``."""
-        epochs = clients.training.finetune_epochs
+        epochs, outer = clients.training.finetune_epochs, clients.outer_method
         if not epochs:
             return cls(callback.personalize(ids), None)
-        if callback.judges_otherwise or clients.outer_method.judging_memory is None:
+        rules = outer.models()
+        if callback.judges_otherwise or "" in rules or outer.judging_memory is None:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
-            tuned = clients.outer_method.after_finetuning(clients, ids, tuned)
+            if "finetuned/" in rules:
+                tuned = clients.model("finetuned/", ids, callback.broadcast(ids), tuned)
             return cls(tuned, tuned)
-        starts = clients.start_states(ids, callback.broadcast(ids))
+        starts = outer.start_states(clients, ids, callback.broadcast(ids))
         tuned = clients.finetune(ids, starts, epochs=epochs)
         return cls(clients.historical(ids, tuned), tuned)
 

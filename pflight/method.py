@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from lightning import LightningModule
@@ -12,432 +12,19 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .data.loaders import Split
 from .errors import ConfigurationError
+from .local_client import LocalClient, LocalWork, Passed, term_prefix
+from .modifiers import Term
 from .randomness import Purpose, derive_seed, isolated, seed_everything
-from .states.head import Head, Outputs, add_extra, head_of, mark
+from .states.head import Head, add_extra, head_of, mark
 from .states.state import StateLayout
-from .states.updates import ClientUpdates, Kept
 
 OWN = "pflight_own."
 """What the names of a client method's own entries in a client's state begin with."""
 PERSONAL = "pflight_personal."
 """What the names of a client's personal copy of its module begin with."""
-_TERM = "pflight_term."
-
-
-class LocalClient(Protocol):
-    """One client in local training, as an engine hands it to a :class:`ClientMethod`.
-
-    Tensors are those of one client, also where an engine trains many at once.
-    """
-
-    @property
-    def module(self) -> LightningModule:
-        """A copy of the client module, in which this client trains."""
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """Its trainable parameters, by their names in ``module.state_dict()``."""
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Its buffers that travel, likewise."""
-
-    @property
-    def own(self) -> Mapping[str, Tensor]:
-        """The method's own entries, as :meth:`ClientMethod.state` names them; changed in place."""
-
-    @property
-    def anchor(self) -> Mapping[str, Tensor] | None:
-        """The trainable parameters as the server sent them; ``None`` in fine-tuning.
-
-        Those that stay with the client are not among them, so that distances and corrections are
-        sums over these names.
-        """
-
-    @property
-    def received(self) -> Mapping[str, Tensor] | None:
-        """The whole model as the server sent it, with buffers; ``None`` in fine-tuning."""
-
-    @property
-    def extra(self) -> Mapping[str, Tensor]:
-        """The tensors of the module that :meth:`ClientMethod.extra` adds, by their names in it."""
-
-    @property
-    def memory(self) -> Mapping[str, Tensor] | None:
-        """What the client method remembered of this client, or ``None``.
-
-        An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
-        client starts from.
-        """
-
-    def memory_of(self, term: AddedTerm) -> Mapping[str, Tensor] | None:
-        """The model that a modifier's term remembers of this client, likewise."""
-
-    @property
-    def seen(self) -> Tensor:
-        """1 where there is something remembered, or else 0."""
-
-    @property
-    def num_samples(self) -> Tensor:
-        """Number of this client's training samples."""
-
-    @property
-    def mean_samples(self) -> Tensor:
-        """Mean number of training samples over all clients that may train."""
-
-    @property
-    def class_counts(self) -> Tensor:
-        """This client's samples by class ``[K]``, if :attr:`ClientMethod.needs_classes`."""
-
-    @property
-    def num_steps(self) -> Tensor:
-        """Steps of this participation, once its training is over."""
-
-    @property
-    def shared(self) -> LocalClient | None:
-        """For a personal copy, the client whose model it stands beside."""
-
-    def task_loss(self, batch: Any) -> Tensor:
-        """Return the scalar loss of the client's own module on a batch."""
-
-    def task_loss_at(
-        self,
-        weights: Mapping[str, Tensor],
-        batch: Any,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the module's loss at other weights, without a word in logs and metrics.
-
-        Args:
-            weights: Trainable parameters, by name.
-            batch: What the module's step takes.
-            buffers: Buffers, which the pass updates in place; by default :attr:`buffers`. Under
-                ``torch.func.grad`` they have to be given.
-        """
-
-    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the module's loss on a batch, and what its ``forward`` gave on the way."""
-
-    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return what ``forward`` gives for the same inputs with other tensors.
-
-        Without gradients and in evaluation mode, for the inputs of the last
-        :meth:`task_loss_and_logits`.
-        """
-
-    def task_loss_and_features(
-        self, batch: Any, outputs: Outputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the module's loss on a batch, its features, and what its head gives for them.
-
-        Args:
-            batch: What the module's step takes.
-            outputs: What takes the place of the head's outputs, and of what an extra module makes
-                of them, in this loss.
-
-        Returns:
-            The loss, the features ``[n, d]``, and the head's own outputs ``[n, K]``.
-        """
-
-    def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return features ``[n, d]`` and the head's outputs with other tensors, such as a memory.
-
-        Without gradients and in evaluation mode, for the batch of the last
-        :meth:`task_loss_and_features`.
-        """
-
-    def predict(
-        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
-    ) -> Tensor:
-        """Return what the module of :meth:`ClientMethod.extra` predicts for features ``[n, d]``.
-
-        Args:
-            features: The features.
-            classify: What stands for the head, a function of features.
-            **options: What else the module takes.
-        """
-
-    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Return the mean loss of other outputs ``[n, K]`` for the samples of a batch.
-
-        It is the task's own loss, or cross-entropy for any other module.
-        """
-
-    def labels(self, batch: Any) -> Tensor:
-        """Return the classes ``[n]`` of a batch's samples."""
-
-    def classes(self, batch: Any) -> Tensor:
-        """Return the classes ``[n, K]`` of a batch's samples as rows of zeros with a one.
-
-        A sample that only fills a batch up has none, so that sums over samples are products of
-        matrices with this one.
-        """
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over a batch's samples of what there is of each: values ``[n, ...]``.
-
-        What a sample has several of is added up. A loss has to take its means by this, so that an
-        engine may leave samples out that only fill a batch up.
-        """
-
-    def batch_mean(self, values: Tensor) -> Tensor:
-        """Return the mean ``[...]`` over a batch's samples of values ``[n, ...]``."""
-
-    def batch_sum(self, values: Tensor) -> Tensor:
-        """Return the sum ``[...]`` over a batch's samples of values ``[n, ...]``."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors of the client's model that may change, by name."""
-
-
-class Part(Mapping[str, Tensor]):
-    """Those of a client's tensors whose names begin alike, by the rest of their names."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, names: Any) -> None:
-        self._tensors = tensors
-        self._prefix = prefix
-        self._names = names
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[f"{self._prefix}{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _of_term(term: AddedTerm) -> str:
-    """Return what the names begin with of all that a client remembers for a term."""
-    return f"{_TERM}{term.name}."
-
-
-def memory_for(
-    term: AddedTerm | None, remembered: Mapping[str, Tensor] | None
-) -> Mapping[str, Tensor] | None:
-    """Return the part of a client's memory that is for a term, or for its method alone."""
-    if remembered is None:
-        return None
-    if term is not None:
-        begin = _of_term(term)
-        names = [name.removeprefix(begin) for name in remembered if name.startswith(begin)]
-        return Part(remembered, begin, names)
-    own = [name for name in remembered if not name.startswith(_TERM)]
-    return remembered if len(own) == len(remembered) else Part(remembered, "", own)
-
-
-Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
-"""Returns what the samples of a batch give, by name."""
-
-
-class Batches:
-    """The batches of one client in a :class:`Pass`, which can be gone through once.
-
-    Args:
-        sizes: How many samples each batch has.
-        batches: The batches, in their order.
-    """
-
-    def __init__(self, sizes: Sequence[int], batches: Iterable[Any]) -> None:
-        self.sizes = sizes
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
-class Pass:
-    """A look through one client's samples, which changes nothing; see :meth:`LocalWork.run`.
-
-    The network is in evaluation mode, without gradients. Samples come in the order of the data, and
-    random numbers are seeded by round and client.
-
-    Attributes:
-        split: Which of the client's samples.
-        batch_size: Samples in a batch, at most; by default as in an evaluation.
-        stacks: Whether an engine may look at many clients in one call under ``torch.func.vmap``.
-            Their results then differ by rounding from those of one client alone. Set it to
-            ``False`` where bits matter, such as for a choice between nearly equal numbers.
-    """
-
-    split: Split = "train"
-    batch_size: int | None = None
-    stacks: bool = True
-
-    def __call__(self, c: LocalClient, batches: Batches) -> Mapping[str, Tensor]:
-        """Return what is found, as tensors by name: a function of the client and its batches.
-
-        Args:
-            c: The client, with the model that it has in this pass.
-            batches: At least one batch.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define __call__()")
-
-    def check(self, found: Mapping[str, Tensor]) -> None:
-        """Raise if what one client has found can't be used; the client has then failed."""
-
-
-class LocalWork(Protocol):
-    """What clients can do by themselves, with their own samples and memory; nothing of it travels.
-
-    All is for a stack of clients ``[C]``; on a machine that holds a single client, C is 1.
-    """
-
-    @property
-    def layout(self) -> StateLayout:
-        """The layout of the clients' states, with all that the client method adds."""
-
-    @property
-    def head(self) -> Head:
-        """The head of the clients' module."""
-
-    def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
-
-    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
-        """Return what the clients' method remembers, by default entries of ``states`` ``[C]``."""
-
-    def historical(self, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the states ``[C]``, with the model that each client remembers and is judged by."""
-
-    def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
-        """Return what was written into a slot of the clients' memory, by default ``default``."""
-
-    def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
-        """Write ``states`` ``[C]`` into a slot of the clients' memory."""
-
-    def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return each client's gradient over all its samples, at its state, by parameter ``[C]``.
-
-        No buffer changes. A client whose pass fails is left out and gets NaN, with which its
-        training fails as well.
-        """
-
-    def finetune(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        *,
-        epochs: int = 1,
-        steps: int | None = None,
-        doing: str = "to be fine-tuned",
-    ) -> TensorDict:
-        """Return copies of the states ``[C]`` trained on the task's loss alone.
-
-        Args:
-            clients: Ids ``[C]``.
-            states: Where they start; a client whose training fails keeps its own.
-            epochs: Local epochs.
-            steps: Batches in place of epochs.
-            doing: What they do, for messages.
-        """
-
-    def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
-        """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
-
-    def random(self, client: int) -> torch.Generator:
-        """Return what draws random numbers for a client, by seed and round."""
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there are samples: not where a federation is loaded without its data."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch of local training, at most."""
-
-    @property
-    def mean_samples(self) -> float:
-        """Mean number of training samples of the clients that may train."""
-
-    def num_samples_of(self, clients: Tensor) -> Tensor:
-        """Return the clients' numbers of training samples ``[C]``."""
-
-    def class_counts_of(self, clients: Tensor) -> Tensor:
-        """Return the clients' training samples by class ``[C, K]``."""
-
-    def run(
-        self, look: Pass, clients: Tensor, states: TensorDict
-    ) -> list[dict[str, Tensor] | None]:
-        """Return what a pass finds out of each client's own samples, by client.
-
-        ``None`` for a client whose pass fails, and an empty dictionary for one without samples.
-
-        Args:
-            look: The pass.
-            clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-        """
-
-    def sums(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        measure: Measure,
-        like: Mapping[str, Tensor],
-        batch_size: int | None = None,
-    ) -> TensorDict:
-        """Return sums over each client's training samples ``[C]``, in evaluation mode.
-
-        A client whose pass fails is left out and gets NaN, and one without samples zeros.
-
-        Args:
-            clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-            measure: Gets a client and a batch; returns the sums over the samples of the batch.
-            like: Zeros of the sums' shapes and types, by their names.
-            batch_size: Of the batches, where it matters.
-        """
-
-    def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
-    ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
-
-        ``None`` for a client whose pass fails, and an empty dictionary without samples.
-
-        Args:
-            clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
-            split: Of their samples.
-        """
-
-    def num_batches(self, clients: Tensor) -> Tensor:
-        """Return how many batches there are in a local epoch of the clients ``[C]``.
-
-        It is 0 for a client that can't train, for want of samples.
-        """
-
-    def learn(
-        self,
-        build: Callable[[LightningModule], LightningModule],
-        clients: Tensor,
-        starts: TensorDict,
-        *,
-        doing: str,
-        epochs: int = 1,
-        steps: int | None = None,
-    ) -> TensorDict:
-        """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
-
-        It sees the first batches of the round, in their order. A client whose training fails is
-        left out and gets NaN, with which its own training fails as well.
-
-        Args:
-            build: Makes that module of the client module, always the same one.
-            clients: Ids ``[C]``.
-            starts: Its states.
-            doing: What they do, for messages.
-            epochs: Local epochs.
-            steps: Batches in place of epochs.
-        """
+Model = Callable[[LocalWork, Tensor, TensorDict, TensorDict], TensorDict]
+"""Makes a model of clients; see :meth:`ClientMethod.models`."""
 
 
 class Phase(NamedTuple):
@@ -455,98 +42,6 @@ class Phase(NamedTuple):
     """Learning rate in place of the optimizer's own."""
 
 
-class AddedTerm(Protocol):
-    """A term that a modifier adds to the loss; see :class:`pflight.modifiers.Term`."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def averages_samples(self) -> bool:
-        """Whether it is a mean over samples, or independent of them."""
-
-    @property
-    def remembers(self) -> bool:
-        """Whether clients keep their model for it."""
-
-    @property
-    def judges(self) -> bool:
-        """Whether clients are judged by that model."""
-
-    @property
-    def needs_mean_samples(self) -> bool:
-        """Whether it looks at the mean number of samples of all clients."""
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether it looks at the logits of the client's pass."""
-
-    def check(self, module: LightningModule) -> None:
-        """Raise if a module lacks what it needs."""
-
-    def value(self, c: Passed) -> Tensor | None:
-        """Return a scalar, a function of tensors; ``None`` for nothing."""
-
-
-class Passed:
-    """A :class:`LocalClient` that notes the logits of the pass that its loss makes of a batch.
-
-    Args:
-        client: The client.
-        notes: Whether it does.
-        batch: The batch; ``None`` if the client optimizes by hand.
-
-    Attributes:
-        batch: The batch, for :meth:`LocalClient.labels` and the like.
-    """
-
-    def __init__(self, client: LocalClient, notes: bool = False, batch: Any = None) -> None:
-        self._client = client
-        self._notes = notes
-        self._from_features = False
-        self._logits: Tensor | None = None
-        self.batch = batch
-
-    @property
-    def logits(self) -> Tensor:
-        """The network's logits ``[n, K]`` in this pass, with gradients.
-
-        Raises:
-            RuntimeError: If no term says that it needs them.
-        """
-        if self._logits is None:
-            raise RuntimeError("a term that looks at logits has to set needs_logits")
-        return self._logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def task_loss(self, batch: Any) -> Tensor:
-        """See :class:`LocalClient`."""
-        return self.task_loss_and_logits(batch)[0] if self._notes else self._client.task_loss(batch)
-
-    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """See :class:`LocalClient`."""
-        loss, logits = self._client.task_loss_and_logits(batch)
-        self._from_features, self._logits = False, logits
-        return loss, logits
-
-    def task_loss_and_features(
-        self, batch: Any, outputs: Outputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`LocalClient`."""
-        loss, features, logits = self._client.task_loss_and_features(batch, outputs)
-        self._from_features, self._logits = True, logits
-        return loss, features, logits
-
-    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits ``[n, K]`` of the same batch with other tensors, such as a memory."""
-        if self._from_features:
-            return self._client.features_with(tensors)[1]
-        return self._client.logits_with(tensors)
-
-
 class ClientMethod:
     """What a method does at its clients, beside their own module; this one does nothing.
 
@@ -556,13 +51,13 @@ class ClientMethod:
     computes are functions of tensors, so that an engine can run them for many clients at once.
 
     What clients do around their training is for a stack of them ``[C]``, by what :class:`LocalWork`
-    they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the models by which they
-    are judged. A machine that holds one client does it for that one.
+    they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the :meth:`models` by
+    which they are judged. A machine that holds one client does it for that one.
 
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
-        judged_by_memory: Whether a client is judged by the model that it remembers.
-        further_models: Further models by which clients are judged, as prefixes of tags.
+        judged_by_memory: Whether a client is judged by the model that it remembers. This takes no
+            rule in :meth:`models`. Fine-tuning does not change this model.
         averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
             to do with them, so that samples without weight may fill up a batch.
         personal: The client method by which each client trains a second, personal copy of its
@@ -588,7 +83,6 @@ class ClientMethod:
 
     keeps_memory: bool = False
     judged_by_memory: bool = False
-    further_models: tuple[str, ...] = ()
     averages_samples: bool = True
     needs_head: bool = False
     needs_classes: bool = False
@@ -600,7 +94,7 @@ class ClientMethod:
     own_of: Literal["shared", "all"] = "shared"
     personal: ClientMethod | None = None
     fedavg_name: str | None = None
-    terms: tuple[AddedTerm, ...] = ()
+    terms: tuple[Term, ...] = ()
     one_pass: bool = True
 
     def check(self, module: LightningModule) -> None:
@@ -654,7 +148,7 @@ class ClientMethod:
         loss, penalty = c.task_loss(batch), self.penalty(c)
         return loss if penalty is None else loss + penalty
 
-    def with_terms(self, terms: Sequence[AddedTerm]) -> Self:
+    def with_terms(self, terms: Sequence[Term]) -> Self:
         """Return a copy with the terms that modifiers add to the loss."""
         method = copy.copy(self)
         if terms:
@@ -722,7 +216,7 @@ class ClientMethod:
         own = self.remembered(layout) if self.keeps_memory else ()
         model = ClientMethod.remembered(self, layout)
         return {name: name for name in own} | {
-            f"{_of_term(term)}{name}": name
+            f"{term_prefix(term)}{name}": name
             for term in self.terms
             if term.remembers
             for name in model
@@ -733,7 +227,7 @@ class ClientMethod:
         kept = dict(self.remember(c)) if self.keeps_memory else {}
         for term in self.terms:
             if term.remembers:
-                kept |= {f"{_of_term(term)}{name}": value for name, value in c.state().items()}
+                kept |= {f"{term_prefix(term)}{name}": value for name, value in c.state().items()}
         return kept
 
     @property
@@ -755,7 +249,7 @@ class ClientMethod:
         """
         if self.judged_by_memory:
             return ""
-        return next((_of_term(term) for term in self.terms if term.judges), None)
+        return next((term_prefix(term) for term in self.terms if term.judges), None)
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
         """Return an entry ``[C, ...]`` of the models by which clients are judged.
@@ -769,8 +263,8 @@ class ClientMethod:
         """
         return states[personal]
 
-    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+    def start_states(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` with which clients begin to train, or to be judged.
 
         Args:
             work: What the clients can do.
@@ -778,6 +272,13 @@ class ClientMethod:
             sent: What the server sends them ``[C]``; what they kept is laid over it.
         """
         return work.start_states(clients, sent)
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+
+        By default they are those of :meth:`start_states`, with the same arguments.
+        """
+        return self.start_states(work, clients, sent)
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
@@ -826,47 +327,28 @@ class ClientMethod:
             trained: What :meth:`finish` gave ``[C]``.
         """
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` by which clients are judged.
+    def models(self) -> dict[str, Model]:
+        """Return the rules by which clients' models are made, by the prefix of their tags.
 
-        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
-        remember.
+        A rule is a function of the clients' ``work``, their ids ``[C]``, what the server sends them
+        now ``[C]``, and full states ``[C]`` to begin with. It returns full states ``[C]``. It may
+        replace entries of the states, but not change tensors in place. Without a rule, the states
+        are the model:
 
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
+        - ``""``, the clients' own models, begins with :meth:`start_states`, or with what clients
+          remember if they are judged by their memory;
+        - ``"server/"`` begins with what is sent, over the initial model;
+        - ``"finetuned/"`` begins with the fine-tuned own models, and makes the new own models;
+        - any other, such as ``"local/"``, is a further model, which only a rule makes. It begins
+          with the own models, after fine-tuning if there is any.
         """
-        states = work.start_states(clients, sent)
-        return states if self.judging_memory is None else work.historical(clients, states)
+        return {}
 
-    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
-        return states
-
-    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            states: What the server sends them now, over the initial model ``[C]``.
-        """
-        return states
-
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
-    ) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
-            model: Which.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+    @property
+    def further_models(self) -> tuple[str, ...]:
+        """The tags of the further models of :meth:`models`."""
+        usual = ("", "server/", "finetuned/")
+        return tuple(tag for tag in self.models() if tag not in usual)
 
     def __eq__(self, other: object) -> bool:
         """Return whether two client methods are of one kind and have the same options."""

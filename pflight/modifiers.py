@@ -20,7 +20,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from .errors import ConfigurationError
-from .method import LocalClient, Passed
+from .local_client import LocalClient, Passed
 from .options import NonNegativeFloat, checked
 from .states.head import EXTRA
 from .states.layers import Layers, own_head
@@ -248,8 +248,8 @@ class Term(Modifier):
         averages_samples: Whether it is a mean over samples or independent of them. Only then may
             batches be padded.
         needs_mean_samples: Whether it looks at the mean number of samples of all clients.
-        needs_logits: Whether it looks at :attr:`~pflight.method.Passed.logits`. The method's loss
-            must then make one pass of a batch.
+        needs_logits: Whether it looks at :attr:`~pflight.local_client.Passed.logits`. The method's
+            loss must then make one pass of a batch.
         remembers: Whether clients keep the model that they have after training, for
             ``c.memory_of(self)`` in their next participation.
         judges: Whether clients are judged by this model, unless the method has its own rule.

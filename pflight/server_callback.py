@@ -80,6 +80,8 @@ class ServerCallback(L.Callback):
             which all trainable parameters are private is refused.
         sends_gradients: Whether gradients are the updates that transforms change.
         owns_head: Whether it has a rule of its own for the head, which then can't be made private.
+        judges_otherwise: Whether :meth:`personalize` has a rule of its own, by default whether a
+            subclass overrides it.
         refuses: Kinds of modifiers that it can't be combined with, each with the reason:
             ``"private"``, ``"term"``, ``"transform"``.
     """
@@ -92,6 +94,7 @@ class ServerCallback(L.Callback):
     sends_model: bool = True
     sends_gradients: bool = False
     owns_head: bool = False
+    judges_otherwise: bool = False
     refuses: ClassVar[Mapping[str, str]] = {}
     modifiers: dict[str, Modifier]
     _given: dict[str, Any]
@@ -114,6 +117,8 @@ class ServerCallback(L.Callback):
             cls.__init__ = _with_modifiers(cls.__init__)  # type: ignore[method-assign]
         if "algorithm_name" not in vars(cls):
             cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
+        if "personalize" in vars(cls):
+            cls.judges_otherwise = True
 
     def __init__(
         self,
@@ -486,17 +491,9 @@ class ServerCallback(L.Callback):
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
-        by_memory = self.clients.outer_method.judging_memory is not None
-        return self.judges_otherwise or bool(self.kept_names) or by_memory
-
-    @property
-    def judges_otherwise(self) -> bool:
-        """Whether it, or what clients do around their training, has a rule of its own for that."""
-        outer = type(self.clients.outer_method)
-        return (
-            type(self).personalize is not ServerCallback.personalize
-            or outer.judged is not ClientMethod.judged
-        )
+        outer = self.clients.outer_method
+        by_rule = self.judges_otherwise or "" in outer.models()
+        return by_rule or outer.judging_memory is not None or bool(self.kept_names)
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models as full states, by default those of ``federation.server``."""

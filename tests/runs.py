@@ -22,7 +22,8 @@ from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines.alone.client import SCALARS, AloneClient
 from pflight.engines.alone.copies import Copies
 from pflight.errors import ClientError
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.models import Classifier
 from pflight.states.state import StateLayout
 from tests import reference

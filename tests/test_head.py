@@ -18,7 +18,8 @@ from pflight import Federation
 from pflight.callbacks import MOON, FedAvg, FedBABU, FedRep, KNNPer, SharedPart
 from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod
 from pflight.models import Classifier
 from pflight.states.head import EXTRA, Head, head_of, trace
 from pflight.states.layers import Layers

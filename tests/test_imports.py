@@ -151,8 +151,8 @@ def test_engines_are_built_one_upon_the_other() -> None:
 # What a stranger reads first. All else has its place in a room.
 FIRST = {
     "federation", "server_callback", "fedavg", "method", "clients", "evaluation",
-    "client_work", "errors", "history", "messages", "modifiers", "optim", "options", "randomness",
-    "task",
+    "client_work", "errors", "history", "local_client", "messages", "modifiers", "optim", "options",
+    "randomness", "task",
 }  # fmt: skip
 ROOMS = {"states", "transforms", "data", "engines", "metrics", "runs", "command", "experiments"}
 ROOMS |= {"deploy"}

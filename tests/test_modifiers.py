@@ -43,7 +43,7 @@ from pflight.callbacks import (
     SharedPart,
 )
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient
+from pflight.local_client import LocalClient
 from pflight.models import Classifier
 from pflight.modifiers import Elastic, Frozen, Modifier, Private, Proximal, Term, by_name
 from pflight.states.layers import Layers

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pflight.callbacks import SCAFFOLD, FedAvg, FedDANE, FedDyn, FedRep, FedSGD, Local, SharedPart
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient
+from pflight.local_client import LocalClient
 from pflight.models import ProximalClient
 from pflight.modifiers import Private
 from pflight.states.layers import Layers

@@ -39,7 +39,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 
 from .registry import Method
 
@@ -175,7 +176,7 @@ def test_five_files_ship_a_method(copy: Path) -> None:
     ("name", "old", "new", "said"),
     [
         ("docs/methods/personal.md", "## Halved-FL", "## Half", "no heading .* names Halved-FL"),
-        ("callbacks/methods/halved.py", '"Halved-FL"', "str(1)", "halved.py, line 30: this is no"),
+        ("callbacks/methods/halved.py", '"Halved-FL"', "str(1)", "halved.py, line 31: this is no"),
     ],
 )
 def test_what_is_missing_is_said(copy: Path, name: str, old: str, new: str, said: str) -> None:

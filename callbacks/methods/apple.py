@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod, Model
 from pflight.models.client_methods.apfl import inner_product
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.runs.host import check_fits
@@ -49,7 +50,6 @@ class MixedCores(ClientMethod):
 
     keeps_memory = True
     one_pass = False
-    judged_by_memory = True
     temporary = ("shares", "self", "pull", "bank.")
     own_of = "all"
 
@@ -103,9 +103,13 @@ class MixedCores(ClientMethod):
         """Return :math:`w_i` and the buffers."""
         return {**c.state(), **self.mixture(c)}
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' last mixtures ``[C]``, or mixtures of the sent cores."""
-        states = work.start_states(clients, sent).clone(recurse=False)
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their last mixtures, or by mixtures of the sent cores."""
+        return {"": self._mixed}
+
+    def _mixed(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         p = states[_SHARES] + states[_SHIFT]
         for name in [name for name in work.layout.own if name.startswith(_BANK)]:
             bank = states[name]

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod, client_method_for
 from pflight.modifiers import squared_distance
 from pflight.options import (
     ClosedUnitInterval,

@@ -15,7 +15,8 @@ from torch.func import grad
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model
 from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.states.head import EXTRA, Head, watched
 from pflight.states.layers import body_names, head_entries
@@ -169,9 +170,13 @@ class Synchronised(ClientMethod):
             aligned[name][seen] = trained[f"module.{name}"]
         return aligned
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' models after their last training."""
-        states = super().judged(work, clients, sent)
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their last trained models."""
+        return {"": self._trained}
+
+    def _trained(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         return states.update(work.remembered(clients, states).states)
 
     def finish(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model, Phase
 from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
@@ -116,13 +117,20 @@ class Policed(ClientMethod):
         kernels = _kernel(own, own) + _kernel(sent, sent) - 2 * _kernel(own, sent)
         return loss + self.lam * c.mean(c.batch_mean(kernels))
 
-    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+    def start_states(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Start missing personal heads as the received head."""
-        return self._in_context(super().before_training(work, clients, self._twice(work, sent)))
+        own = {own: sent[shared] for shared, own in heads(work).items()}
+        both = TensorDict({**sent, **own}, batch_size=sent.batch_size)
+        return super().start_states(work, clients, both)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Likewise."""
-        return self._in_context(super().judged(work, clients, self._twice(work, sent)))
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Write the contexts into the states."""
+        states = super().before_training(work, clients, sent)
+        return self._in_context(work, clients, sent, states)
+
+    def models(self) -> dict[str, Model]:
+        """Judge clients with their contexts."""
+        return {"": self._in_context}
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
@@ -133,11 +141,9 @@ class Policed(ClientMethod):
             own = {name: (value + trained[name]) / 2 for name, value in own.items()}
         return trained.update(own)
 
-    def _twice(self, work: LocalWork, sent: TensorDict) -> TensorDict:
-        own = {own: sent[shared] for shared, own in heads(work).items()}
-        return TensorDict({**sent, **own}, batch_size=sent.batch_size)
-
-    def _in_context(self, states: TensorDict) -> TensorDict:
+    def _in_context(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         return states.update({_CONTEXT: states[f"{EXTRA}.head.weight"].sum(1)})
 
 

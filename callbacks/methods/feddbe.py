@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod
 from pflight.options import ClosedUnitInterval, NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout, WeightedMean

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN
 from pflight.models.client_methods.corrected import Corrected
 from pflight.modifiers import squared_distance
 from pflight.options import NonNegativeFloat, checked
@@ -145,6 +146,7 @@ class FedDyn(PersonalFedAvg):
     ) -> None:
         super().__init__("uniform", buffers)
         self.judged = judged
+        self.judges_otherwise = judged == "mean"
         self.use_client_method(Dynamic, a=a, size=size)
 
     def setup_server(self) -> None:
@@ -162,11 +164,6 @@ class FedDyn(PersonalFedAvg):
         layout = self.clients.layout
         last = sum(layout.template[name].nbytes for name in self.shared_parameters)
         return super().bytes_kept + last * (self.judged == "mean")
-
-    @property
-    def judges_otherwise(self) -> bool:
-        """Whether clients are judged by another model than the sent one."""
-        return self.judged == "mean"
 
     def on_round_start(self) -> None:
         """Start a new mean, also of the changes of clients' last models."""

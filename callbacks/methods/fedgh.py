@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
-from pflight.method import LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import Model
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.server_callback import ServerCallback
 from pflight.states.head import Head
@@ -35,7 +36,6 @@ class Reporting(Prototypical):
     """
 
     keeps_memory = True
-    further_models = ("received/",)
 
     def __init__(self) -> None:
         super().__init__(lam=0.0)
@@ -46,17 +46,21 @@ class Reporting(Prototypical):
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the clients' own models, with the received head."""
-        return self.judged(work, clients, sent).update(sent)
+        states = super().before_training(work, clients, sent)
+        return self._own(work, clients, sent, states).update(sent)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' own trained models."""
-        states = work.start_states(clients, sent)
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their own trained models, and by these with the received head."""
+        return {"": self._own, "received/": self._received}
+
+    def _own(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         return states.update(work.remembered(clients, states).states)
 
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    def _received(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, own: TensorDict
     ) -> TensorDict:
-        """Return the clients' own models, with the received head."""
         return self.before_training(work, clients, sent)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.method import OWN, ClientMethod, LocalClient, client_method_for
+from pflight.local_client import LocalClient
+from pflight.method import OWN, ClientMethod, client_method_for
 from pflight.models.client_methods.proximal import Proximal
 from pflight.models.client_methods.sgd import sgd_of
 from pflight.modifiers import Proximal as Pull

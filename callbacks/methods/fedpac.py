@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.method import LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import Model, Phase
 from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.runs.distributed import owned
@@ -78,7 +79,6 @@ class Aligned(Prototypical):
     """
 
     keeps_memory = True
-    further_models = ("local/",)
 
     def __init__(
         self, lam: float = 1.0, head_lr: PositiveFloat | None = 0.1, head_epochs: NonNegativeInt = 1
@@ -119,11 +119,14 @@ class Aligned(Prototypical):
             }
         )
 
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their last trained models, too."""
+        return {"local/": self._local}
+
+    def _local(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, own: TensorDict
     ) -> TensorDict:
-        """Return the models of clients after their last training."""
-        states = self.judged(work, clients, sent)
+        states = self.start_states(work, clients, sent)
         return states.update(work.remembered(clients, states).states)
 
 

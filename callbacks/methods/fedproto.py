@@ -10,7 +10,8 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.method import LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import Model
 from pflight.options import checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout
@@ -66,18 +67,19 @@ class ByPrototypes(Prototypical):
         ConfigurationError: If an option is out of range.
     """
 
-    further_models = ("prototype/",)
-
     def extra(self, module: LightningModule, head: Head) -> nn.Module:
         """Return the prototypes."""
         return NearestPrototype(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    def models(self) -> dict[str, Model]:
+        """Judge clients by the nearest prototype, too."""
+        return {"prototype/": self._by_prototype}
+
+    def _by_prototype(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
     ) -> TensorDict:
-        """Return the clients' own models, with predictions by the nearest prototype."""
-        own = work.class_counts_of(clients).to(used[_OWN])
-        return used.copy().update({_OWN: own, _NEAREST: torch.ones_like(used[_NEAREST])})
+        own = work.class_counts_of(clients).to(states[_OWN])
+        return states.update({_OWN: own, _NEAREST: torch.ones_like(states[_NEAREST])})
 
 
 @checked

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model, Phase
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout
@@ -137,13 +138,16 @@ class TwoHeads(ClientMethod):
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Write the class shares into the states."""
-        return self._with_shares(work, clients, super().before_training(work, clients, sent))
+        states = super().before_training(work, clients, sent)
+        return self._with_shares(work, clients, sent, states)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Write the class shares into the states."""
-        return self._with_shares(work, clients, super().judged(work, clients, sent))
+    def models(self) -> dict[str, Model]:
+        """Judge clients with their class shares."""
+        return {"": self._with_shares}
 
-    def _with_shares(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+    def _with_shares(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         if self.kind == "hyper" and work.has_samples:
             counts = work.class_counts_of(clients)
             shares = counts / counts.sum(1, keepdim=True).clamp(min=1)

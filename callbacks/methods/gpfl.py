@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model
 from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import head_entries
@@ -112,17 +113,16 @@ class Valved(ClientMethod):
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Write the conditions into the states."""
-        return self._with_conditions(work, clients, super().before_training(work, clients, sent))
+        states = super().before_training(work, clients, sent)
+        return self._with_conditions(work, clients, sent, states)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Write the conditions into the states."""
-        return self._with_conditions(work, clients, super().judged(work, clients, sent))
+    def models(self) -> dict[str, Model]:
+        """Judge clients with their conditions."""
+        return {"": self._with_conditions, "server/": self._with_conditions}
 
-    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Write the conditions into the states."""
-        return self._with_conditions(work, clients, states.copy())
-
-    def _with_conditions(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+    def _with_conditions(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         embedding, shares = states[_EMBEDDING], states[_SHARES]
         if work.has_samples:
             counts = work.class_counts_of(clients).to(shares)

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model
 from pflight.options import ClosedUnitInterval, PositiveFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 
@@ -137,13 +138,16 @@ class Nearest(ClientMethod):
         """Return the loss of the head's output alone."""
         return c.task_loss_and_features(batch, lambda _, logits: logits)[0]
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Fill the stores with features of the received models."""
-        states = super().judged(work, clients, sent)
-        return self.after_finetuning(work, clients, states) if work.has_samples else states
+    def models(self) -> dict[str, Model]:
+        """Judge clients with filled stores."""
+        return {"": self._filled, "finetuned/": self._filled}
 
-    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+    def _filled(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         """Fill the stores with features of the clients' models, and choose their shares."""
+        if not work.has_samples:
+            return states
         store, labels, share = (states[name].clone() for name in (_STORE, _LABELS, _SHARE))
         held_out: list[Any] = [{} for _ in clients]
         if self.lam is None:

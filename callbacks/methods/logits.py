@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 
 
 class AdjustedLogits(ClientMethod):

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.options import NonNegativeFloat, PositiveFloat, checked
 
 from .registry import Method

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model, Phase
 from pflight.options import NonNegativeFloat, OpenUnitInterval, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
@@ -103,7 +104,8 @@ class Discriminating(ClientMethod):
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Write the discriminants of the received statistics into the states."""
-        return self._discriminating(work, clients, super().before_training(work, clients, sent))
+        states = super().before_training(work, clients, sent)
+        return self._discriminating(work, clients, sent, states)
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
@@ -111,23 +113,25 @@ class Discriminating(ClientMethod):
         """Store the mixtures of the clients' own and the received statistics."""
         return self._adapted(work, clients, trained)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their own statistics, also after fine-tuning; else by received ones."""
+        return {"": self._own, "finetuned/": self._own, "server/": self._discriminating}
+
+    def _own(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         """Write the discriminants of the clients' own statistics into the states."""
-        lay = self.after_finetuning if work.has_samples else self._discriminating
-        return lay(work, clients, super().judged(work, clients, sent))
+        if work.has_samples:
+            states = self._adapted(work, clients, states)
+        return self._discriminating(work, clients, sent, states)
 
-    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Write the discriminants of the received statistics into the states."""
-        return self._discriminating(work, clients, states.copy())
-
-    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Compute the statistics again."""
-        return self._discriminating(work, clients, self._adapted(work, clients, states))
-
-    def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+    def _discriminating(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
+        """Write the discriminants of the statistics in the states into these."""
         priors = self._priors(work, clients, states)
-        sent = zip(states[_MEANS].double(), states[_COVARIANCE].double(), priors, strict=True)
-        heads = [Gaussians(*own).head(prior, self.eps) for *own, prior in sent]
+        given = zip(states[_MEANS].double(), states[_COVARIANCE].double(), priors, strict=True)
+        heads = [Gaussians(*own).head(prior, self.eps) for *own, prior in given]
         weight, bias = (torch.stack(parts) for parts in zip(*heads, strict=True))
         return states.update({_WEIGHT: weight.to(states[_WEIGHT]), _BIAS: bias.to(states[_BIAS])})
 

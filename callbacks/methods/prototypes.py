@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod
 from pflight.options import NonNegativeFloat, checked
 from pflight.runs.distributed import all_sum
 from pflight.states.head import EXTRA

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import OWN, ClientMethod
 from pflight.options import ClosedUnitInterval, PositiveFloat, checked
 
 

@@ -10,7 +10,8 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod, client_method_for
 from pflight.options import checked
 from pflight.states.state import StateLayout, entries
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from lightning import LightningModule
 from torch import Tensor
 
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.modifiers import check_classes, divergences, to_history
 from pflight.options import NonNegativeFloat, checked
 

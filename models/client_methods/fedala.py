@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.errors import ConfigurationError
-from pflight.method import OWN, ClientMethod, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import OWN, ClientMethod, Model
 from pflight.options import Interval, NonNegativeFloat, PositiveInt, checked
 from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 
@@ -97,10 +98,15 @@ class AdaptiveMixture(ClientMethod):
             kept |= {f"own.{name}": trained[name], weights: starts[f"{OWN}{weights}"]}
         work.write(_SLOT, clients, TensorDict(kept, batch_size=[len(clients)]))
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the mixtures with the last learned weights."""
+    def models(self) -> dict[str, Model]:
+        """Judge clients by the mixtures with the last learned weights."""
+        return {"": self._mixed_again}
+
+    def _mixed_again(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         kept = self.kept(work, clients, sent)
-        return work.start_states(clients, self.mixtures(work, sent, kept))
+        return states.update(self.mixtures(work, sent, kept).select(*self.mixed(work.layout)))
 
     def kept(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the clients' kept entries ``[C]``: under ``own.`` and ``weights.``, and ``times``.

@@ -6,7 +6,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, ClientMethod, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import OWN, ClientMethod
 from pflight.states.state import entries
 
 SHARE = f"{OWN}share"

@@ -12,7 +12,8 @@ from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.method import ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import ClientMethod, Model
 from pflight.options import NonNegativeFloat, NonNegativeInt, checked
 
 
@@ -78,9 +79,13 @@ class Adapted(ClientMethod):
         r"""Return SGD with :math:`\alpha` if a federation adapts the client."""
         return None if anchored else SGD(parameters, lr=self.alpha)
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the server's model after each client's adaptation ``[C]``."""
-        states = super().judged(work, clients, sent)
+    def models(self) -> dict[str, Model]:
+        """Judge clients by the server's model after their adaptation."""
+        return {"": self._adapted}
+
+    def _adapted(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         if not self.steps:
             return states
         return work.finetune(clients, states, steps=self.steps, doing="to adapt")

@@ -6,7 +6,8 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import PERSONAL, ClientMethod, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import PERSONAL, ClientMethod, Model
 from pflight.options import checked
 from pflight.states.state import StateLayout
 
@@ -31,14 +32,19 @@ class Personal(ClientMethod):
         assert self.personal is not None
         self.personal.check(module)
 
-    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+    def start_states(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Have new personal models start as the sent model."""
-        return super().before_training(work, clients, _twice(work.layout, sent))
+        return super().start_states(work, clients, _twice(work.layout, sent))
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their personal models."""
+        return {"": self._personal_models}
+
+    def _personal_models(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         """Return the clients' states, with the judged models as their networks ``[C]``."""
         assert self.personal is not None
-        states = super().judged(work, clients, _twice(work.layout, sent))
         value = self.personal.personal_value
         names = _personal(work.layout)
         return states.update({shared: value(states, shared, own) for shared, own in names})

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod, Model
 from pflight.options import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pflight.states.state import StateLayout
 
@@ -81,9 +82,14 @@ class MoreauEnvelope(ClientMethod):
         states = super().before_training(work, clients, sent)
         return states.update({own: states[name] for name, own in _personal(work.layout)})
 
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+    def models(self) -> dict[str, Model]:
+        """Judge clients by their personal models."""
+        return {"": self._personal_models}
+
+    def _personal_models(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, states: TensorDict
+    ) -> TensorDict:
         """Return the personal models ``[C]``; newcomers train theirs aside."""
-        states = work.start_states(clients, sent)
         kept = work.remembered(clients, states)
         states.update(kept.states)
         new = ~kept.seen.to(clients.device)

@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.modifiers import pull
 from pflight.options import NonNegativeFloat, checked
 

@@ -86,7 +86,7 @@ class Seat(ServerCallback):
         self.modifiers = callback.modifiers
         self.kept: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
-        self.own_rule = False
+        self.judges_otherwise = callback.judges_otherwise
         self.sent = self.judged = TensorDict({}, batch_size=[1])
         self.models = [self.sent]  # losses are computed for these
 
@@ -118,12 +118,11 @@ class Seat(ServerCallback):
         return self.kept
 
     def learn_rules(self, clients: Clients) -> None:
-        """Derive which entries travel and which models are judged, as the server does."""
+        """Derive which entries travel, as the server does."""
         server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
         everyone.data = None  # it holds one client only
         server.attach(everyone, ServerModels(clients.layout), None)
         self.kept, self.names = server.kept_names, server.sent_names
-        self.own_rule = server.judges_otherwise
 
     @property
     def sent_names(self) -> tuple[str, ...]:
@@ -143,11 +142,6 @@ class Seat(ServerCallback):
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the client's model for evaluation, made from the sent one."""
         return self.clients.judged(clients, self.judged)
-
-    @property
-    def judges_otherwise(self) -> bool:
-        """Whether the method has its own rule for the evaluated model."""
-        return self.own_rule
 
 
 class Judge(Evaluator):

@@ -24,7 +24,8 @@ from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.history import Logs, merge_logs
-from pflight.method import OWN, Pass
+from pflight.local_client import Pass
+from pflight.method import OWN
 from pflight.metrics.collection import ClientMetrics, ClientScores, LoggedMetrics
 from pflight.runs.record import RunRecord
 from pflight.server_callback import ServerCallback
@@ -341,7 +342,7 @@ class RemoteClients(Clients):
         """Raise, since a server with arbitrary passes could request the samples."""
         raise ConfigurationError(
             f"{type(look).__name__}: the server can't look through samples on other machines; a "
-            "client method can, in its before_training(), finish() or judged()"
+            "client method can, in its before_training(), finish() or models()"
         )
 
     def evaluate(

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.data.loaders import Split
-from pflight.method import Pass
+from pflight.local_client import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
 from pflight.states.state import entries, rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pflight.data.loaders import Split
-from pflight.method import Batches, LocalClient, Measure, Pass
+from pflight.local_client import Batches, LocalClient, Measure, Pass
 
 from .base import is_finite
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from pflight import Federation
 from pflight.callbacks import APFL, FedAvg, Local
 from pflight.errors import ConfigurationError
-from pflight.method import PERSONAL, LocalWork
+from pflight.local_client import LocalWork
+from pflight.method import PERSONAL
 from pflight.models.client_methods import Personal
 from pflight.states.state import entries
 from tests import reference

@@ -15,7 +15,7 @@ from pflight import Federation
 from pflight.callbacks import FedALA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient, LocalWork
+from pflight.local_client import LocalClient, LocalWork
 from pflight.models import Classifier, ProximalClient
 from pflight.models.client_methods import AdaptiveMixture
 from pflight.models.client_methods.fedala import Mixing

@@ -15,7 +15,8 @@ from pflight.callbacks import FedDANE, FedProx, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.method import OWN, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import OWN
 from pflight.models import Classifier, ProximalClient
 from pflight.models.client_methods import Dane
 from tests import reference

@@ -12,7 +12,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedDyn, FedProx
 from pflight.callbacks.methods.feddyn import Dynamic
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient
+from pflight.local_client import LocalClient
 from tests import own_methods
 from tests.callbacks.test_scaffold import drawn_first
 from tests.runs import (

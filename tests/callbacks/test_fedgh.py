@@ -70,8 +70,8 @@ def test_several_rounds(engine: str) -> None:
     server = federation.server_states()[0]
     torch.testing.assert_close(server["network.3.weight"], head.weight.detach())
     torch.testing.assert_close(server["network.3.bias"], head.bias.detach())
-    received = federation.clients.further(
-        torch.arange(6), *2 * [callback.broadcast(torch.arange(6))], "received/"
+    received = federation.clients.model(
+        "received/", torch.arange(6), *2 * [callback.broadcast(torch.arange(6))]
     )
     for i in range(6):
         if i not in seen:

@@ -34,7 +34,7 @@ def test_a4(engine: str) -> None:
     state[MEANS].data.copy_(torch.tensor([[1, 0], [1 / 3, 4 / 3], [-1, 0]]))
     state[COUNTS].data.copy_(torch.tensor([1.0, 3, 1]))
     quiet_trainer(1, callback).fit(federation, datamodule=data)
-    local = [federation.clients.further(torch.tensor([i]), *2 * [sent(federation, i)], "local/")
+    local = [federation.clients.model("local/", torch.tensor([i]), *2 * [sent(federation, i)])
              for i in range(2)]  # fmt: skip
     heads = [head({n: v[0] for n, v in states.items()}) for states in local]
     assert_rows(heads[0], [[1.016738, -0.012236], [-0.012236, 1.016738], [-1.004502, -1.004502]])

@@ -12,7 +12,7 @@ from pflight import Federation
 from pflight.callbacks import L2GD, FedAvg, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import LocalWork
+from pflight.local_client import LocalWork
 from pflight.models.client_methods import StepsToMean
 from tests import reference
 from tests.remote_clients import ask_remote_clients

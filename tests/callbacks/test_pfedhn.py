@@ -16,7 +16,7 @@ from pflight.callbacks import Local
 from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient
+from pflight.local_client import LocalClient
 from pflight.states.updates import ClientUpdates
 from tests.runs import (
     CLASSES,

@@ -14,7 +14,8 @@ from pflight.callbacks import FedAvg, Local, PFedLA
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.models import Classifier, PFedHNCNN
 from tests.runs import (
     CLASSES,

@@ -14,7 +14,8 @@ from pflight import Federation
 from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import OWN, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import OWN
 from pflight.models import Classifier
 from pflight.models.client_methods import Controlled
 from tests import reference

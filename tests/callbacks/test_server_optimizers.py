@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pflight.callbacks import FedAvg
 from pflight.errors import ConfigurationError
-from pflight.method import LocalClient
+from pflight.local_client import LocalClient
 from pflight.models import Classifier
 from pflight.optim import Yogi
 from tests import reference

@@ -15,7 +15,8 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, ServerCallback, SharedPart
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.models import Classifier
 from pflight.states.layers import Layers
 from tests import reference

@@ -25,7 +25,8 @@ from pflight.callbacks import (
     Reptile,
     ServerCallback,
 )
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from tests.runs import (
     ENGINES,
     assert_same,

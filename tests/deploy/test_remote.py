@@ -18,7 +18,8 @@ from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
-from pflight.method import Batches, ClientMethod, LocalClient, LocalWork, Pass
+from pflight.local_client import Batches, LocalClient, LocalWork, Pass
+from pflight.method import ClientMethod
 from tests.algorithm_tester import ALGORITHMS, of_each_kind
 from tests.deploy.in_process import Deployed
 from tests.runs import (

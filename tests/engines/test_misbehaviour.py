@@ -25,7 +25,8 @@ from pflight import Federation
 from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod
 from pflight.models import Classifier
 from pflight.models.client_methods import Adapted
 from pflight.states.state import StateLayout

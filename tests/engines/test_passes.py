@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pflight import Federation
 from pflight.callbacks import FedAvg
 from pflight.engines.stacked.stack import Stack
-from pflight.method import Batches, LocalClient, Pass
+from pflight.local_client import Batches, LocalClient, Pass
 from pflight.models import Classifier
 from tests.runs import ENGINES, batchnorm_client, dropout_client, linear_client, run, small_data
 

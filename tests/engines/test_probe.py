@@ -32,7 +32,8 @@ from pflight.datamodules import TensorClients
 from pflight.engines.stacked.audit import Audit, Witness
 from pflight.engines.stacked.training import StackedTraining
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import ClientMethod, LocalClient, Phase
+from pflight.local_client import LocalClient
+from pflight.method import ClientMethod, Phase
 from pflight.models import Classifier
 from pflight.models.client_methods import Dane
 from tests.runs import (

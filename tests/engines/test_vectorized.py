@@ -28,7 +28,8 @@ from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.engines.stacked.steps import StackedOptimizer
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import OWN, ClientMethod, LocalClient
+from pflight.local_client import LocalClient
+from pflight.method import OWN, ClientMethod
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pflight.data.loaders import labels_of
 from pflight.errors import ConfigurationError
-from pflight.method import AddedTerm, ClientMethod, memory_for
+from pflight.local_client import Named, memory_for
+from pflight.method import ClientMethod
 from pflight.states.head import EXTRA, Outputs, head_of, watched
 from pflight.states.state import call_with
 from pflight.task import Task, trains_as_a_task
@@ -50,7 +51,7 @@ class ClientModel:
     def memory(self, kept: Mapping[str, Tensor] | None) -> None:
         self.remembered = kept
 
-    def memory_of(self, term: AddedTerm) -> Mapping[str, Tensor] | None:
+    def memory_of(self, term: Named) -> Mapping[str, Tensor] | None:
         """See :class:`~pflight.method.LocalClient`."""
         return memory_for(term, self.remembered)
 

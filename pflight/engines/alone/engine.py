@@ -20,7 +20,7 @@ from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
-from pflight.method import Pass
+from pflight.local_client import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
 from pflight.states.state import entries

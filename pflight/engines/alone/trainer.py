@@ -43,7 +43,7 @@ from pflight.engines.lightning_parts import (
 )
 from pflight.errors import ConfigurationError
 from pflight.history import Logs
-from pflight.method import Batches
+from pflight.local_client import Batches
 from pflight.metrics.pooling import Seen
 from pflight.states.head import step_extra
 

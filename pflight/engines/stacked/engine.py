@@ -15,7 +15,7 @@ from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
-from pflight.method import Pass
+from pflight.local_client import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
 from pflight.states.updates import (

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from pflight.engines.alone.visits import evaluation_visits, visits_to
 from pflight.engines.client_setup import ClientSetup
-from pflight.method import Pass
+from pflight.local_client import Pass
 
 from .autocast import stacked_context
 from .chunk import scalars_of

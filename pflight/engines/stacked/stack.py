@@ -25,7 +25,8 @@ from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.phases import resting
-from pflight.method import OWN, PERSONAL, Batches, ClientMethod, Part, Pass, Phase
+from pflight.local_client import Batches, Part, Pass
+from pflight.method import OWN, PERSONAL, ClientMethod, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
