@@ -20,10 +20,11 @@ from pflight.models.client_methods.proximal import Proximal
 from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
-from pflight.states.state import squared_distance
+from pflight.states.state import expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
 
 from .clustering import cluster_updates
+from .gradients import check_losses
 from .matching import BBPMAP
 from .num_clusters import (
     CANDIDATES,
@@ -55,8 +56,9 @@ class FeSEM(ClusteredMethod):
 
     The first round is the initialisation. Up to ``init_clients`` clients train once from the common
     initial model. K-means on their models gives the first centers: the best of ``num_restarts``
-    starts by inertia. Their updates are kept until then. A client that has not trained yet is sent
-    the mean of the centers, weighted by the samples of their members.
+    starts by inertia. Their updates are kept until then. A client that has not trained yet trains
+    first from the mean of the centers, weighted by the samples of their members. To judge it
+    earlier, ``newcomers`` finds its center.
 
     With ``matching`` this is FeSEM-MA: the M-step is
     :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
@@ -80,6 +82,11 @@ class FeSEM(ClusteredMethod):
             uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
+        newcomers: How a client that has not trained finds the center by which it is judged.
+            ``"loss"`` takes the center with the lowest loss on its training samples. ``"distance"``
+            trains once from the mean of the centers, and takes the nearest center. ``"mean"`` takes
+            the mean of the centers, as do clients without training samples. The default is
+            ``"loss"``, or ``"distance"`` if the client module optimizes by hand.
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
             value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
@@ -114,6 +121,7 @@ class FeSEM(ClusteredMethod):
         distance: Literal["l2"] | Distance = "l2",
         candidates: Sequence[int] = CANDIDATES,
         criterion: Criterion = "accuracy",
+        newcomers: Literal["loss", "distance", "mean"] | None = None,
         *,
         mu: float | None = None,
         scaling: Literal["plain", "eq7"] = "eq7",
@@ -141,6 +149,7 @@ class FeSEM(ClusteredMethod):
         self.distance = squared_distance if distance == "l2" else distance
         self.candidates = candidates
         self.criterion = criterion
+        self.newcomers = newcomers
         self.automatic = num_clusters == "auto"
         if mu is not None:
             self.use_client_method(Proximal, mu=mu, scaling=scaling)
@@ -156,6 +165,8 @@ class FeSEM(ClusteredMethod):
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
         self.add_state("initialized", self.centers is not None)
+        if self.newcomers == "loss":
+            check_losses(self.clients.module, "FeSEM with newcomers='loss'")
         self.add_state("selection", None, kind=ClusterSelection)
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
@@ -172,10 +183,42 @@ class FeSEM(ClusteredMethod):
             self._initialize()
             self.log_sizes()
 
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return each client's center, -1 for the mean. Between rounds, newcomers find theirs."""
+        centers = super().centers_of(clients)
+        if self.clients.current.goes_on or not self.initialized or self.newcomers == "mean":
+            return centers
+        new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
+        if new.any():
+            asked = clients[new.to(clients.device)]
+            by_loss = self.newcomers is None and self.clients.module.automatic_optimization
+            find = self._fitting if by_loss or self.newcomers == "loss" else self._nearest
+            centers[new] = find(asked)
+        return centers
+
+    def _fitting(self, clients: Tensor) -> Tensor:
+        """Return the center with the lowest training loss of each client ``[C]``, -1 if none."""
+        for k in range(self.num_clusters):
+            self.clients.count_aside(clients, self.server.expand(k, self.sent_names, len(clients)))
+        return self.lowest_loss(clients)
+
+    def _nearest(self, clients: Tensor) -> Tensor:
+        """Return the center nearest to each client ``[C]`` that trained from the mean, else -1."""
+        sent = expand_state(self._sent_as(-1), len(clients))
+        tried = self.clients.train_aside(clients, sent)
+        centers = torch.full((len(clients),), -1)
+        if len(tried.clients):
+            centers[torch.isin(clients, tried.clients).cpu()] = self._assigned_to(tried).cpu()
+        return centers
+
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest sent center, and add it to the mean."""
+        self.assign(updates, self._assigned_to(updates))
+
+    def _assigned_to(self, updates: ClientUpdates) -> Tensor:
+        """Return the nearest center of each update ``[C]``."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
-        self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
+        return torch.stack(distances, dim=1).argmin(dim=1)
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""

@@ -148,6 +148,17 @@ class MultiCenter(ServerCallback):
         """Return the cluster of the center to send to each client ``[C]``; -1 for the mean."""
         return self.assignments[clients.cpu()]
 
+    def lowest_loss(self, clients: Tensor) -> Tensor:
+        """Return the center with the lowest loss on the training samples of each client ``[C]``.
+
+        It is -1 for a client that has no samples or fails. On ties the lowest index is taken.
+        """
+        server, names = self.server, self.sent_names
+        models = [server.expand(k, names, len(clients)) for k in range(self.num_clusters)]
+        losses = self.clients.losses_of(clients, models).cpu()
+        lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)
+        return torch.where(losses.isnan().all(dim=0), -1, lowest)
+
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return each client's center, or the weighted mean of all if it has no cluster yet."""
         index = self.centers_of(clients).tolist()
