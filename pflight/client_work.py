@@ -364,7 +364,7 @@ class ClientWork:
     def count_aside(
         self, clients: Tensor, sent: TensorDict, updates: ClientUpdates | None = None
     ) -> None:
-        """Count what the clients ``[C]`` are sent ``[C]`` aside from a round, and what they send."""
+        """Count what the clients ``[C]`` are sent aside from a round, and what they send."""
         assert self.callback is not None
         self.aside.down += len(clients) * state_bytes(sent)
         if updates is not None:
