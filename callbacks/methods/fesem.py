@@ -120,7 +120,7 @@ class FeSEM(ClusteredMethod):
         buffers: Literal["shared", "local", "reset"] = "shared",
         distance: Literal["l2"] | Distance = "l2",
         candidates: Sequence[int] = CANDIDATES,
-        criterion: Criterion = "accuracy",
+        criterion: Criterion = "distance",
         newcomers: Literal["loss", "distance", "mean"] | None = None,
         *,
         mu: float | None = None,
@@ -164,6 +164,8 @@ class FeSEM(ClusteredMethod):
         """Make the centers, or one model if their number is to be chosen."""
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
+        with torch.no_grad():  # a distance of one's own may be wrong
+            self.distances(self.server.expand(0, self.shared_parameters, 2), 0)
         self.add_state("initialized", self.centers is not None)
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
@@ -223,7 +225,13 @@ class FeSEM(ClusteredMethod):
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""
         target = self.server.tensors(center, self.shared_parameters)
-        return self.distance(self.align(states, target), target)
+        found = self.distance(self.align(states, target), target)
+        if not isinstance(found, Tensor) or found.shape != states.batch_size:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigurationError(
+                f"FeSEM: distance must return a number for each of {len(states)} clients, got {shape}"
+            )
+        return found
 
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
@@ -265,7 +273,7 @@ def select_num_clusters(
     federation: Federation,
     data: FederatedDataModule,
     candidates: Sequence[int] = CANDIDATES,
-    criterion: Criterion = "accuracy",
+    criterion: Criterion = "distance",
     *,
     callback: ClusteredMethod | None = None,
     rounds: int = 3,

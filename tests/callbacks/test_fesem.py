@@ -587,6 +587,19 @@ def test_distances_of_ones_own() -> None:
     assert [flat(state).tolist() for state in federation.server_states()] == [[5, 0], [5, 3]]
 
 
+@pytest.mark.parametrize(
+    ("distance", "message"),
+    [
+        (lambda states, center: torch.tensor(0.0), r"for each of 2 clients, got \[\]"),
+        (lambda states, center: states["network.bias"], r"for each of 2 clients, got \[2, 3\]"),
+        (lambda states, center: 0.0, "for each of 2 clients, got float"),
+    ],
+)
+def test_a_distance_that_is_no_number_by_client(distance: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"FeSEM: distance must return a number {message}"):
+        run(linear_client(), small_data(), FeSEM(2, distance=distance))
+
+
 def test_known_groups_are_recovered() -> None:
     means = [(0.0, 0.0), (8.0, 8.0), (-8.0, 8.0)]
     groups = [0, 1, 2, 2, 1, 0, 0, 1, 2, 1]
