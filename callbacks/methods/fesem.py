@@ -165,7 +165,7 @@ class FeSEM(ClusteredMethod):
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
         with torch.no_grad():  # a distance of one's own may be wrong
-            self.distances(self.server.expand(0, self.shared_parameters, 2), 0)
+            self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("initialized", self.centers is not None)
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
@@ -229,7 +229,8 @@ class FeSEM(ClusteredMethod):
         if not isinstance(found, Tensor) or found.shape != states.batch_size:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigurationError(
-                f"FeSEM: distance must return a number for each of {len(states)} clients, got {shape}"
+                f"FeSEM: distance must return a number for each of {len(states)} clients, "
+                f"got {shape}"
             )
         return found
 
