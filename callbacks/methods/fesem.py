@@ -19,6 +19,7 @@ from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
 from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
+from pflight.runs.distributed import all_sum
 from pflight.server_callback import ServerCallback
 from pflight.states.state import expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
@@ -52,7 +53,9 @@ class FeSEM(ClusteredMethod):
     E-step assigns the client to the nearest sent center, :math:`r_i = \arg\min_k \|W_i - C_k\|^2`
     over parameters (eq. 8). At the end of the round, the M-step sets each center to the plain mean
     of its members that answered (eq. 9). A center without such members stays unchanged. Updates are
-    streamed: memory grows with K, not with the number of clients.
+    streamed: memory grows with K, not with the number of clients. TensorBoard shows the mean
+    distance of the round's clients to their centers as ``fesem/objective`` (eq. 6), and how many
+    clients changed their cluster as ``fesem/moved``.
 
     The first round is the initialisation. Up to ``init_clients`` clients train once from the common
     initial model. K-means on their models gives the first centers: the best of ``num_restarts``
@@ -181,6 +184,9 @@ class FeSEM(ClusteredMethod):
         """Run one round. The first is the initialisation, with its own clients."""
         if self.initialized:
             super().round(cohort)
+            total, count = all_sum(self._distances).tolist()
+            if count:
+                self.clients.log({"fesem/objective": total / count})
         else:
             self._initialize()
             self.log_sizes()
@@ -210,17 +216,27 @@ class FeSEM(ClusteredMethod):
         tried = self.clients.train_aside(clients, sent)
         centers = torch.full((len(clients),), -1)
         if len(tried.clients):
-            centers[torch.isin(clients, tried.clients).cpu()] = self._assigned_to(tried).cpu()
+            _, found = self._to_nearest(tried)
+            centers[torch.isin(clients, tried.clients).cpu()] = found.cpu()
         return centers
+
+    def on_round_start(self) -> None:
+        """Start a mean for each center, and the sum of the distances."""
+        super().on_round_start()
+        self._distances = torch.zeros(2, dtype=torch.double)  # their sum, and how many
 
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest sent center, and add it to the mean."""
-        self.assign(updates, self._assigned_to(updates))
+        smallest, clusters = self._to_nearest(updates)
+        self._distances += torch.tensor([float(smallest.double().sum()), len(smallest)])
+        self.assign(updates, clusters)
 
-    def _assigned_to(self, updates: ClientUpdates) -> Tensor:
-        """Return the nearest center of each update ``[C]``."""
+    def _to_nearest(self, updates: ClientUpdates) -> tuple[Tensor, Tensor]:
+        """Return the distance of each update to its nearest center ``[C]``, and which that is."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
-        return torch.stack(distances, dim=1).argmin(dim=1)
+        table = torch.stack(distances, dim=1)
+        clusters = table.argmin(dim=1)  # the lowest index on ties
+        return table[torch.arange(len(table)), clusters], clusters
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""

@@ -115,9 +115,12 @@ class MultiCenter(ServerCallback):
         server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round and log the sizes of the clusters."""
+        """Run one round. Log the sizes of the clusters, and how many clients changed theirs."""
+        before = self.assignments.clone()
         super().round(cohort)
         self.log_sizes()
+        moved = (before >= 0) & (before != self.assignments)
+        self.clients.log({f"{self.tag}/moved": float(moved.sum())})
 
     def log_sizes(self) -> None:
         """Log the clusters' sizes, the assignments, and their agreement with known clusters."""

@@ -587,6 +587,23 @@ def test_distances_of_ones_own() -> None:
     assert [flat(state).tolist() for state in federation.server_states()] == [[5, 0], [5, 3]]
 
 
+def test_the_objective_and_the_moved_clients_are_logged() -> None:
+    class Twice(FeSEM):
+        """Lets the second round's clients change their centers."""
+
+        def on_round_start(self) -> None:
+            super().on_round_start()
+            if self.clients.rounds:
+                for k, center in enumerate([point(10, 2), point(0, 0)]):
+                    self.server.replace(k, {**self.server.tensors(k), **center})
+
+    callback = Twice(2, centers=[point(1, 1), point(9, 1)])
+    federation = run(target_client(), targets(*C4), callback, rounds=2)
+    first, second = (entry.metrics for entry in federation.history)
+    assert (first["fesem/objective"], first["fesem/moved"]) == ((2 + 2 + 2 + 10) / 4, 0)
+    assert (second["fesem/objective"], second["fesem/moved"]) == ((0 + 4 + 4 + 4) / 4, 4)
+
+
 @pytest.mark.parametrize(
     ("distance", "message"),
     [
