@@ -5,6 +5,7 @@ from pflight.server_callback import ServerCallback
 
 from .methods.apfl import APFL
 from .methods.apple import APPLE
+from .methods.centralized import Centralized
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
@@ -69,6 +70,7 @@ __all__ = [
     "MOON",
     "SCAFFOLD",
     "AggregationWeights",
+    "Centralized",
     "ClientTable",
     "ClusterExamples",
     "ClusterPlot",

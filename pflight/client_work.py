@@ -24,11 +24,12 @@ from .history import Logs, Round
 from .local_client import Measure, Pass
 from .method import ClientMethod
 from .randomness import Purpose, generator
+from .runs.distributed import all_sum
 from .runs.failures import Failures
 from .runs.memory import ClientMemory
 from .states.head import Head, head_of
 from .states.server_models import ServerModels
-from .states.state import StateLayout, entries
+from .states.state import StateLayout, entries, state_bytes
 from .states.updates import ClientFailure, ClientUpdates, Kept
 from .transforms.base import Transform
 from .transforms.pipeline import Pipeline
@@ -101,12 +102,14 @@ class CurrentRound:
 
     Attributes:
         entry: Its entry in the history.
+        goes_on: Whether it has begun and not ended.
         silent: Ids of all clients that never answer in it, on the CPU.
         logs: What the clients logged.
         histograms: Distributions for TensorBoard, by name.
     """
 
     entry: Round
+    goes_on: bool = False
     silent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     logs: Logs = field(default_factory=dict)
     histograms: dict[str, Tensor] = field(default_factory=dict)
@@ -114,6 +117,25 @@ class CurrentRound:
     def answers(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that answer, as far as is known by now."""
         return ~torch.isin(clients.cpu(), self.silent).to(clients.device)
+
+
+@dataclass
+class Aside:
+    """What clients exchange with the server beside a round, to find where they belong.
+
+    Attributes:
+        down: Bytes sent to clients.
+        up: Bytes received from clients.
+    """
+
+    down: int = 0
+    up: int = 0
+
+    def take(self) -> Aside:
+        """Return the sums over all ranks, and start again at 0. Every rank has to call it."""
+        down, up = all_sum(torch.tensor([self.down, self.up])).tolist()
+        self.down = self.up = 0
+        return Aside(down, up)
 
 
 class ClientWork:
@@ -138,6 +160,7 @@ class ClientWork:
             same.
         history: An entry for every round so far.
         current: The round that goes on.
+        aside: Traffic beside rounds, since the last round or evaluation ended.
     """
 
     def __init__(
@@ -162,6 +185,7 @@ class ClientWork:
         self.callback: ServerSide | None = None
         self.history: list[Round] = []
         self.current = CurrentRound(Round(0, []))
+        self.aside = Aside()
         self._failures = self.failures_of(0, "it is left out")
         self._learner: Engine | None = None  # of another module than the clients' own
 
@@ -312,9 +336,9 @@ class ClientWork:
         round_index: int | None = None,
         epochs: int | None = None,
     ) -> ClientUpdates:
-        """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
+        """Train the clients ``[C]`` aside from any round: nothing is kept.
 
-        So a newcomer finds out where it belongs.
+        So a newcomer finds out where it belongs. The traffic counts in :attr:`aside`.
 
         Args:
             clients: Ids ``[C]``.
@@ -334,7 +358,19 @@ class ClientWork:
         self.note_failures(updates.failures, "to find its place")
         updates = self.finished(clients, starts, updates)
         assert self.callback is not None
-        return self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
+        updates = self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
+        self.count_aside(clients, sent, updates)
+        return updates
+
+    def count_aside(
+        self, clients: Tensor, sent: TensorDict, updates: ClientUpdates | None = None
+    ) -> None:
+        """Count what the clients ``[C]`` are sent aside from a round, and what they send."""
+        assert self.callback is not None
+        self.aside.down += len(clients) * state_bytes(sent)
+        if updates is not None:
+            saved = updates.bytes_saved * len(updates.clients)
+            self.aside.up += self.callback.bytes_up(updates) - saved
 
     def pipeline(self, returns: Collection[str], gradients: bool = False) -> Pipeline:
         """Return the transforms of what clients send.
@@ -504,12 +540,13 @@ class ClientWork:
 
     @contextmanager
     def noting(self, failures: Failures) -> Iterator[None]:
-        """Note the clients that fail meanwhile among these failures."""
+        """Note the clients that fail meanwhile among these failures. A round ends with it."""
         before, self._failures = self._failures, failures
         try:
             yield
         finally:
             self._failures = before
+            self.current.goes_on = False
 
     def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
         """Leave clients out of what is going on and warn, or stop, as ``on_client_error`` says.

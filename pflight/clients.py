@@ -16,7 +16,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
-from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, ServerSide, TrainingOptions
+from .client_work import (
+    MEMORY,
+    PRIVATE,
+    Aside,
+    ClientWork,
+    CurrentRound,
+    ServerSide,
+    TrainingOptions,
+)
 from .data.cohort import CohortSampler
 from .data.data_module import FederatedDataModule
 from .data.loaders import Split
@@ -403,7 +411,7 @@ class Clients(ClientWork):
             check_unchanged(self.module, self._as_copied)
         index, everybody = self.rounds, self.cohorts.clients
         silent = everybody[~self.cohorts.answers(index, everybody)]
-        self.current = CurrentRound(Round(index, []), silent)
+        self.current, self.aside = CurrentRound(Round(index, []), True, silent), Aside()
         return self.failures_of(index, "it is left out of this round")
 
     def end_round(self, failed: Iterable[int]) -> dict[str, float]:
@@ -416,6 +424,9 @@ class Clients(ClientWork):
         self.current.silent = self.current.silent[:0]  # all may be asked between rounds
         entry.failed += failed
         entry.combine_ranks(self.current.logs)
+        aside = self.aside.take()
+        entry.bytes_down += aside.down
+        entry.bytes_up += aside.up
         self.history.append(entry)
         return entry.metrics | self.traffic.count(entry)
 

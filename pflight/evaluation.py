@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from .client_work import Aside
 from .clients import Clients
 from .errors import ConfigurationError
 from .metrics.collection import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
@@ -53,6 +54,7 @@ class Evaluator:
             clients.last_round, f"it is left out of the {split} metrics"
         )
         clients.attached_engine.setup.round_index = clients.last_round
+        clients.aside = Aside()
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
@@ -126,12 +128,17 @@ class Evaluator:
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}
         if self.split == "test" and len(newcomers):
             groups["new/"] = newcomers
-        return {
+        means: dict[str, float] = {
             f"{self.split}/{group}{model}{name}": value.item()
             for group, clients in groups.items()
             for model, metrics in self._metrics.items()
             for name, value in metrics.compute(clients).items()
         }
+        aside = self.clients.aside.take()
+        if aside.down:
+            means[f"communication/{self.split}_bytes_down"] = aside.down
+            means[f"communication/{self.split}_bytes_up"] = aside.up
+        return means
 
     def end(self) -> None:
         """Raise if clients failed and no client could be judged. Every rank has to call it.

@@ -32,7 +32,6 @@ WITH_CLASSES = {
 NEED_CLASSES = {  # and what is said before the start
     "fedec": "constraint 'kl' compares logits",
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
-    "fesem_auto": "FeSEM: criterion 'accuracy', unlike 'distance', needs logits and classes",
 } | {
     entry.name: "the algorithm needs classes, and Diabetes has no num_classes"
     for entry in catalogue.methods()

@@ -19,11 +19,13 @@ from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
 from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
+from pflight.runs.distributed import all_sum
 from pflight.server_callback import ServerCallback
-from pflight.states.state import squared_distance
+from pflight.states.state import expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
 
 from .clustering import cluster_updates
+from .gradients import check_losses
 from .matching import BBPMAP
 from .num_clusters import (
     CANDIDATES,
@@ -51,12 +53,15 @@ class FeSEM(ClusteredMethod):
     E-step assigns the client to the nearest sent center, :math:`r_i = \arg\min_k \|W_i - C_k\|^2`
     over parameters (eq. 8). At the end of the round, the M-step sets each center to the plain mean
     of its members that answered (eq. 9). A center without such members stays unchanged. Updates are
-    streamed: memory grows with K, not with the number of clients.
+    streamed: memory grows with K, not with the number of clients. TensorBoard shows the mean
+    distance of the round's clients to their centers as ``fesem/objective`` (eq. 6), and how many
+    clients changed their cluster as ``fesem/moved``.
 
     The first round is the initialisation. Up to ``init_clients`` clients train once from the common
     initial model. K-means on their models gives the first centers: the best of ``num_restarts``
-    starts by inertia. Their updates are kept until then. A client that has not trained yet is sent
-    the mean of the centers, weighted by the samples of their members.
+    starts by inertia. Their updates are kept until then. A client that has not trained yet trains
+    first from the mean of the centers, weighted by the samples of their members. To judge it
+    earlier, ``newcomers`` finds its center.
 
     With ``matching`` this is FeSEM-MA: the M-step is
     :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
@@ -80,6 +85,11 @@ class FeSEM(ClusteredMethod):
             uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
+        newcomers: How a client that has not trained finds the center by which it is judged.
+            ``"loss"`` takes the center with the lowest loss on its training samples. ``"distance"``
+            trains once from the mean of the centers, and takes the nearest center. ``"mean"`` takes
+            the mean of the centers, as do clients without training samples. The default is
+            ``"loss"``, or ``"distance"`` if the client module optimizes by hand.
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
             value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
@@ -113,7 +123,8 @@ class FeSEM(ClusteredMethod):
         buffers: Literal["shared", "local", "reset"] = "shared",
         distance: Literal["l2"] | Distance = "l2",
         candidates: Sequence[int] = CANDIDATES,
-        criterion: Criterion = "accuracy",
+        criterion: Criterion = "distance",
+        newcomers: Literal["loss", "distance", "mean"] | None = None,
         *,
         mu: float | None = None,
         scaling: Literal["plain", "eq7"] = "eq7",
@@ -141,6 +152,7 @@ class FeSEM(ClusteredMethod):
         self.distance = squared_distance if distance == "l2" else distance
         self.candidates = candidates
         self.criterion = criterion
+        self.newcomers = newcomers
         self.automatic = num_clusters == "auto"
         if mu is not None:
             self.use_client_method(Proximal, mu=mu, scaling=scaling)
@@ -155,7 +167,11 @@ class FeSEM(ClusteredMethod):
         """Make the centers, or one model if their number is to be chosen."""
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
+        with torch.no_grad():  # a distance of one's own may be wrong
+            self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("initialized", self.centers is not None)
+        if self.newcomers == "loss":
+            check_losses(self.clients.module, "FeSEM with newcomers='loss'")
         self.add_state("selection", None, kind=ClusterSelection)
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
@@ -168,19 +184,71 @@ class FeSEM(ClusteredMethod):
         """Run one round. The first is the initialisation, with its own clients."""
         if self.initialized:
             super().round(cohort)
+            total, count = all_sum(self._distances).tolist()
+            if count:
+                self.clients.log({"fesem/objective": total / count})
         else:
             self._initialize()
             self.log_sizes()
 
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return each client's center, -1 for the mean. Between rounds, newcomers find theirs."""
+        centers = super().centers_of(clients)
+        if self.clients.current.goes_on or not self.initialized or self.newcomers == "mean":
+            return centers
+        new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
+        if new.any():
+            asked = clients[new.to(clients.device)]
+            by_loss = self.newcomers is None and self.clients.module.automatic_optimization
+            find = self._fitting if by_loss or self.newcomers == "loss" else self._nearest
+            centers[new] = find(asked)
+        return centers
+
+    def _fitting(self, clients: Tensor) -> Tensor:
+        """Return the center with the lowest training loss of each client ``[C]``, -1 if none."""
+        for k in range(self.num_clusters):
+            self.clients.count_aside(clients, self.server.expand(k, self.sent_names, len(clients)))
+        return self.lowest_loss(clients)
+
+    def _nearest(self, clients: Tensor) -> Tensor:
+        """Return the center nearest to each client ``[C]`` that trained from the mean, else -1."""
+        sent = expand_state(self._sent_as(-1), len(clients))
+        tried = self.clients.train_aside(clients, sent)
+        centers = torch.full((len(clients),), -1)
+        if len(tried.clients):
+            _, found = self._to_nearest(tried)
+            centers[torch.isin(clients, tried.clients).cpu()] = found.cpu()
+        return centers
+
+    def on_round_start(self) -> None:
+        """Start a mean for each center, and the sum of the distances."""
+        super().on_round_start()
+        self._distances = torch.zeros(2, dtype=torch.double)  # their sum, and how many
+
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest sent center, and add it to the mean."""
+        smallest, clusters = self._to_nearest(updates)
+        self._distances += torch.tensor([float(smallest.double().sum()), len(smallest)])
+        self.assign(updates, clusters)
+
+    def _to_nearest(self, updates: ClientUpdates) -> tuple[Tensor, Tensor]:
+        """Return the distance of each update to its nearest center ``[C]``, and which that is."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
-        self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
+        table = torch.stack(distances, dim=1)
+        clusters = table.argmin(dim=1)  # the lowest index on ties
+        return table[torch.arange(len(table)), clusters], clusters
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""
         target = self.server.tensors(center, self.shared_parameters)
-        return self.distance(self.align(states, target), target)
+        found = self.distance(self.align(states, target), target)
+        if not isinstance(found, Tensor) or found.shape != states.batch_size:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigurationError(
+                f"FeSEM: distance must return a number for each of {len(states)} clients, "
+                f"got {shape}"
+            )
+        return found
 
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
@@ -222,7 +290,7 @@ def select_num_clusters(
     federation: Federation,
     data: FederatedDataModule,
     candidates: Sequence[int] = CANDIDATES,
-    criterion: Criterion = "accuracy",
+    criterion: Criterion = "distance",
     *,
     callback: ClusteredMethod | None = None,
     rounds: int = 3,

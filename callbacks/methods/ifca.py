@@ -182,13 +182,9 @@ class IFCA(MultiCenter):
 
     def _choose(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest training loss, by client ``[C]``."""
-        server, names = self.server, self.sent_names
-        models = [server.expand(k, names, len(clients)) for k in range(self.num_clusters)]
-        losses = self.clients.losses_of(clients, models).cpu()
-        before = self.assignments[clients.cpu()]
+        chosen, before = self.lowest_loss(clients), self.assignments[clients.cpu()]
         before = torch.where(before < 0, self.weights.argmax(), before)
-        lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)
-        return torch.where(losses.isnan().all(dim=0), before, lowest)
+        return torch.where(chosen < 0, before, chosen)
 
 
 def _shuffle(values: Tensor, random: torch.Generator) -> Tensor:

@@ -115,9 +115,12 @@ class MultiCenter(ServerCallback):
         server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round and log the sizes of the clusters."""
+        """Run one round. Log the sizes of the clusters, and how many clients changed theirs."""
+        before = self.assignments.clone()
         super().round(cohort)
         self.log_sizes()
+        moved = (before >= 0) & (before != self.assignments)
+        self.clients.log({f"{self.tag}/moved": float(moved.sum())})
 
     def log_sizes(self) -> None:
         """Log the clusters' sizes, the assignments, and their agreement with known clusters."""
@@ -147,6 +150,17 @@ class MultiCenter(ServerCallback):
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return the cluster of the center to send to each client ``[C]``; -1 for the mean."""
         return self.assignments[clients.cpu()]
+
+    def lowest_loss(self, clients: Tensor) -> Tensor:
+        """Return the center with the lowest loss on the training samples of each client ``[C]``.
+
+        It is -1 for a client that has no samples or fails. On ties the lowest index is taken.
+        """
+        server, names = self.server, self.sent_names
+        models = [server.expand(k, names, len(clients)) for k in range(self.num_clusters)]
+        losses = self.clients.losses_of(clients, models).cpu()
+        lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)
+        return torch.where(losses.isnan().all(dim=0), -1, lowest)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return each client's center, or the weighted mean of all if it has no cluster yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -55,6 +56,8 @@ class PFedLA(StoredModels):
     participation, and don't train its hypernetwork. Clients always return all layers.
 
     The products grow with the square of the change, so the right step size depends on the data.
+    TensorBoard shows the mean weight of a client's own model in each layer, over the round's
+    clients, as ``pfedla/own_weight/<layer>``. If it stays at 1/N, the step is too small.
     ``scale_free``, which is not in the paper, divides each layer's products by
     :math:`\|\Delta\theta_i^l\|^2`. Then the difference between two models counts in units of the
     client's change.
@@ -70,6 +73,8 @@ class PFedLA(StoredModels):
             gradients have the size of the clients' squared changes in a round: the smaller these
             are, the larger the step size has to be, unless ``scale_free``.
         scale_free: Whether a layer's products are divided by the square of its change.
+        granularity: ``"layers"``, or ``"model"`` for one weight for all layers of a model, to which
+            the paper compares its layer-wise weights.
 
     Attributes:
         hypernetwork: Builds one client's hypernetwork, a module without inputs that returns logits
@@ -102,12 +107,14 @@ class PFedLA(StoredModels):
         hidden_dim: PositiveInt = 100,
         lr: NonNegativeFloat = 0.5,
         scale_free: bool = False,
+        granularity: Literal["layers", "model"] = "layers",
     ) -> None:
         super().__init__()
         self.retain = retain
         self.weights = weights
         self.lr = lr
         self.scale_free = scale_free
+        self.granularity = granularity
         self.hypernetwork: Callable[[int, int], nn.Module] = partial(
             HyperNetwork, embedding_dim=embedding_dim, hidden_dim=hidden_dim, weights=weights
         )
@@ -115,8 +122,9 @@ class PFedLA(StoredModels):
 
     @property
     def algorithm_name(self) -> str:
-        """pFedLA, or HeurpFedLA where layers are retained."""
-        return f"HeurpFedLA({self.retain})" if self.retain else "pFedLA"
+        """pFedLA, or HeurpFedLA where layers are retained; and whether models are mixed whole."""
+        name = f"HeurpFedLA({self.retain})" if self.retain else "pFedLA"
+        return name + " (whole models)" * (self.granularity == "model")
 
     def setup_server(self) -> None:
         """Store the initial model for every client, and draw the hypernetworks."""
@@ -124,6 +132,8 @@ class PFedLA(StoredModels):
         count, stored = self.clients.num_clients, self.stored.tensors()
         layers = self.clients.layout.layers
         self.layers = {name: names for name, names in layers.items() if stored.keys() & names}
+        if self.granularity == "model":
+            self.layers = {"model": tuple(chain.from_iterable(self.layers.values()))}
         self._layer_of = {
             name: index for index, names in enumerate(self.layers.values()) for name in names
         }
@@ -145,6 +155,7 @@ class PFedLA(StoredModels):
         """Return the bytes of all hypernetworks, and of the gradients in a round."""
         count, layout = self.clients.num_clients, self.clients.layout
         layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
+        layers = layers if self.granularity == "layers" else 1
         try:
             with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(layers, count)
@@ -220,12 +231,16 @@ class PFedLA(StoredModels):
         if self.scale_free:  # a layer that has not changed has products of zero
             squares = all_sum(self._squares).unsqueeze(2)
             products = products / torch.where(squares > 0, squares, 1)
+        own = products.new_zeros(len(self.layers))
         for part in clients.split(BLOCK):  # in blocks, to save memory
             with torch.enable_grad():
                 weights = self.hypernetworks(part)
+            own += weights.detach()[torch.arange(len(part)), :, part].sum(dim=0)
             retained = self._retained(part, weights).unsqueeze(2)
             gradients = -products[part].masked_fill(retained, 0)
             self.hypernetworks.set_gradients(part, weights, gradients)
+        means = zip(self.layers, (own / len(clients)).tolist(), strict=True)
+        self.clients.log({f"pfedla/own_weight/{layer}": value for layer, value in means})
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the sent layers. Retained layers are sent only once."""

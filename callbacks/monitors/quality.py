@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 _OF_CLASSES = {
     "micro_acc": "micro acc",
     "macro_acc": "macro acc",
+    "micro_f1": "micro F1",
     "macro_f1": "macro F1",
     "worst_decile_acc": "worst decile",
 }

@@ -19,7 +19,8 @@ _NO_NUMBER = re.compile(rb"[^-]?(-?(?:NaN|Infinity))", re.DOTALL)  # after the b
 def people(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Yield the name, ``x`` and ``y`` of one user of a JSON file after the other.
 
-    A user without samples has two empty lists.
+    A user without samples has two empty lists. LEAF's files from before March 2020 have data of
+    such users without listing them in ``users``.
 
     Raises:
         ConfigurationError: The file is damaged, or its parts don't fit one another.
@@ -42,8 +43,12 @@ def people(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     if len(expected) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigurationError(f'{path}: user {twice!r} is in "users" twice')
+    listed = {*names}
     for name, data in _parsed(path, ijson.kvitems, "user_data"):
         where = f"{path}: user {name!r}"
+        if name not in listed and data == {"x": [], "y": []}:
+            yield name, [], []
+            continue
         if name not in expected:
             raise ConfigurationError(f'{where} is not in "users", or has data twice')
         count = expected.pop(name)

@@ -314,6 +314,7 @@ class RemoteClients(Clients):
         answers = self._answers(clients, sent, names, "aside")
         updates = self._updates(clients, sent, names, "aside", answers, self.num_samples)
         self.note_failures(updates.failures, "to find its place")
+        self.count_aside(clients, sent, updates)
         return updates
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:

@@ -29,6 +29,7 @@ from pflight.runs.checkpoint import rounds_so_far
 from pflight.runs.folder import CONFIG, FAILURE, LOG, RESULTS
 from pflight.runs.same_data import record_of
 from pflight.runs.signals import StopBetweenRounds
+from pflight.server_callback import server_callback_of
 from pflight.states.head import EXTRA
 from pflight.states.state import StateLayout
 
@@ -326,7 +327,8 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
 
     ``data`` are the samples of each client and split. ``weights`` are the client module's initial
     parameters, without a method's additions. ``cohorts`` are the clients of each round. ``batches``
-    are the batch size, and the order of the samples of the first and the last cohort.
+    are the batch size, and the order of the samples of the first and the last cohort. A method that
+    trains on other samples, such as Centralized, has cohorts or batches of its own.
     """
     federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)
@@ -335,9 +337,11 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     state = federation.client.state_dict()
     own = (name for name in state if not name.startswith(f"{EXTRA}."))
     weights = [state[name] for name in own if name in parameters]
-    cohorts = [data.cohorts.sample(index) for index in range(rounds)]
+    callback = server_callback_of(run.trainer)
+    used = data if callback is None else callback.local_data(data)
+    cohorts = [used.cohorts.sample(index) for index in range(rounds)]
     orders = [
-        data.order(client, index)
+        used.order(client, index)
         for index in {0, rounds - 1}.intersection(range(rounds))
         for client in cohorts[index].tolist()
     ]

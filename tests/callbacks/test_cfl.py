@@ -204,6 +204,16 @@ class TestNewcomers:
         quiet_trainer(4, callback).fit(federation, datamodule=everybody)
         assert (callback.assignments == callback.assignments[:4].repeat(4)).all()
 
+    def test_what_travels_for_it_counts_in_their_round(self) -> None:
+        _, callback, federation = self.federation()
+        data = targets(*(self.groups * 4))
+        late = int((callback.assignments < 0).sum())
+        size = federation.history[0].bytes_down // len(federation.history[0].clients)
+        quiet_trainer(4, callback).fit(federation, datamodule=data)
+        # Each is sent the root's model before its split, and that of the half that it follows.
+        assert federation.history[3].bytes_down == (16 + 2 * late) * size
+        assert federation.history[3].bytes_up == (16 + 2 * late) * size
+
     def test_those_without_samples_get_the_mean_of_the_clusters(self) -> None:
         callback = CFL(**EAGER)
         data = small_data(counts=[4, 0, 6], dtype=torch.float64)

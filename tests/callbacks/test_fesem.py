@@ -1,5 +1,6 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,13 +50,13 @@ def point(*theta: float) -> dict[str, Tensor]:
     return {"network.theta": torch.tensor(theta, dtype=torch.float64)}
 
 
-def targets(*models: tuple[float, float]) -> TensorClients:
+def targets(*models: tuple[float, float], **options: Any) -> TensorClients:
     """Return clients that return these models after one step of size 1 from anywhere."""
     train = [
         (torch.tensor([[1.0, 1.0, *model]], dtype=torch.float64), torch.zeros(1, dtype=torch.long))
         for model in models
     ]
-    return TensorClients(train, num_classes=2)
+    return TensorClients(train, num_classes=2, **options)
 
 
 def target_client() -> QuadraticClient:
@@ -278,18 +279,103 @@ def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() ->
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
 
-def test_newcomers_are_served_the_mean_of_the_centers_by_their_members_samples() -> None:
-    data = small_data(counts=[5, 12, 7, 9, 3, 10], holdout_clients=0.34, dtype=torch.float64)
-    callback = FeSEM(2, centers=perturbed(2))
-    federation = run(linear_client(double=True), data, callback, rounds=2)
-    counts, assignments = data.num_samples().numpy(), callback.assignments.numpy()
-    weights = [counts[assignments == k].sum() for k in range(2)]
-    centers = [flat(state) for state in federation.server_states()]
-    for newcomer in data.new_clients.tolist():
-        assert assignments[newcomer] == -1
-        assert flat(federation.client_state(newcomer)) == pytest.approx(
-            np.average(centers, axis=0, weights=weights), rel=1e-12, abs=1e-14
-        )
+class Manual(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class TestNewcomers:
+    """Clients that have not trained: from where they train first, and by what they are judged."""
+
+    def data(self) -> TensorClients:
+        counts = [5, 12, 7, 9, 3, 10, 6, 2, 8, 4, 5, 6]
+        return small_data(counts, holdout_clients=0.5, dtype=torch.float64)
+
+    def fitted(self, newcomers: str | None, **options: Any) -> tuple[Federation, FeSEM]:
+        callback = FeSEM(2, centers=perturbed(2), newcomers=newcomers)
+        client = linear_client(double=True)
+        return run(client, self.data(), callback, rounds=2, **options), callback
+
+    def test_the_mean_of_the_centers_is_by_their_members_samples(self) -> None:
+        federation, callback = self.fitted("mean")
+        data = self.data()
+        counts, assignments = data.num_samples().numpy(), callback.assignments.numpy()
+        weights = [counts[assignments == k].sum() for k in range(2)]
+        centers = [flat(state) for state in federation.server_states()]
+        for newcomer in data.new_clients.tolist():
+            assert assignments[newcomer] == -1
+            assert flat(federation.client_state(newcomer)) == pytest.approx(
+                np.average(centers, axis=0, weights=weights), rel=1e-12, abs=1e-14
+            )
+
+    def test_by_default_it_is_the_center_with_the_lowest_training_loss(self) -> None:
+        federation, callback = self.fitted(None)
+        data, centers = self.data(), federation.server_states()
+        chosen = []
+        for newcomer in data.new_clients.tolist():
+            x, y = data.samples(newcomer, "train")
+            losses = []
+            for center in centers:
+                logits = x @ center["network.weight"].T + center["network.bias"]
+                losses.append(nn.functional.cross_entropy(logits, y).item())
+            chosen.append(int(np.argmin(losses)))
+            assert_same(federation.client_state(newcomer), centers[chosen[-1]])
+            assert callback.assignments[newcomer] == -1
+        assert len({*chosen}) == 2  # else the world would show nothing
+
+    def test_or_the_center_nearest_to_what_it_trains_from_their_mean(self) -> None:
+        data = targets(*(C4 * 4), holdout_clients=0.4)
+        callback = FeSEM(2, centers=[point(1, 1), point(9, 1)], newcomers="distance")
+        federation = run(target_client(), data, callback, rounds=2)
+        centers = [flat(state).tolist() for state in federation.server_states()]
+        newcomers = data.new_clients.tolist()
+        assert len({i % 4 // 2 for i in newcomers}) == 2  # of both groups
+        for newcomer in newcomers:
+            own = flat(federation.client_state(newcomer)).tolist()
+            assert own == centers[newcomer % 4 // 2]
+
+    def test_training_is_the_same(self) -> None:
+        options = {"init_clients": 2}
+        runs = []
+        for newcomers in ("mean", "loss", "distance"):
+            callback = FeSEM(2, newcomers=newcomers, **options)
+            data = small_data(cohort_size=2)
+            runs.append((run(linear_client(), data, callback, rounds=3), callback))
+        (mean, first), *others = runs
+        for other, callback in others:
+            assert callback.assignments.tolist() == first.assignments.tolist()
+            for left, right in zip(mean.server_states(), other.server_states(), strict=True):
+                assert_same(left, right)
+            for one, another in zip(mean.history, other.history, strict=True):
+                assert (one.bytes_down, one.bytes_up) == (another.bytes_down, another.bytes_up)
+
+    @pytest.mark.parametrize(
+        ("newcomers", "down", "up"), [("loss", 2, 0), ("distance", 1, 1), ("mean", 0, 0)]
+    )
+    def test_what_travels_for_it_is_logged(self, newcomers: str, down: int, up: int) -> None:
+        callback = FeSEM(2, centers=perturbed(2), newcomers=newcomers)
+        data, trainer = self.data(), quiet_trainer(1, callback)
+        federation = Federation(linear_client(double=True))
+        trainer.fit(federation, datamodule=data)
+        (values,) = trainer.test(federation, datamodule=data, verbose=False)
+        size = sum(value.nbytes for value in federation.server_states()[0].values())
+        found = [values.get(f"communication/test_bytes_{way}", 0) for way in ("down", "up")]
+        assert found == [down * 6 * size, up * 6 * size]  # of six newcomers
+
+    def test_without_a_loss_they_go_by_distance(self) -> None:
+        with pytest.raises(ConfigurationError, match="newcomers='loss' asks for the loss"):
+            run(linear_client(Manual), small_data(), FeSEM(2, newcomers="loss"))
+        data = small_data(holdout_clients=0.34)
+        federation = run(linear_client(Manual), data, FeSEM(2), rounds=2)
+        centers = [flat(state) for state in federation.server_states()]
+        for newcomer in data.new_clients.tolist():
+            own = flat(federation.client_state(newcomer))
+            assert any(np.array_equal(own, center) for center in centers)
 
 
 def test_distances_are_over_trainable_parameters_only() -> None:
@@ -499,6 +585,36 @@ def test_distances_of_ones_own() -> None:
     federation = run(target_client(), targets(*C4), callback)
     assert callback.assignments.tolist() == [0, 1, 0, 1]
     assert [flat(state).tolist() for state in federation.server_states()] == [[5, 0], [5, 3]]
+
+
+def test_the_objective_and_the_moved_clients_are_logged() -> None:
+    class Twice(FeSEM):
+        """Lets the second round's clients change their centers."""
+
+        def on_round_start(self) -> None:
+            super().on_round_start()
+            if self.clients.rounds:
+                for k, center in enumerate([point(10, 2), point(0, 0)]):
+                    self.server.replace(k, {**self.server.tensors(k), **center})
+
+    callback = Twice(2, centers=[point(1, 1), point(9, 1)])
+    federation = run(target_client(), targets(*C4), callback, rounds=2)
+    first, second = (entry.metrics for entry in federation.history)
+    assert (first["fesem/objective"], first["fesem/moved"]) == ((2 + 2 + 2 + 10) / 4, 0)
+    assert (second["fesem/objective"], second["fesem/moved"]) == ((0 + 4 + 4 + 4) / 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("distance", "message"),
+    [
+        (lambda states, center: torch.tensor(0.0), r"for each of 2 clients, got \[\]"),
+        (lambda states, center: states["network.bias"], r"for each of 2 clients, got \[2, 3\]"),
+        (lambda states, center: 0.0, "for each of 2 clients, got float"),
+    ],
+)
+def test_a_distance_that_is_no_number_by_client(distance: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"FeSEM: distance must return a number {message}"):
+        run(linear_client(), small_data(), FeSEM(2, distance=distance))
 
 
 def test_known_groups_are_recovered() -> None:

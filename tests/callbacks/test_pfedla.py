@@ -28,6 +28,7 @@ from tests.runs import (
     flat,
     linear_client,
     network_client,
+    quiet_trainer,
     run,
     sgd,
     small_data,
@@ -655,6 +656,41 @@ def test_more_layers_retained_than_there_are() -> None:
         ConfigurationError, match=r"retain=4 exceeds .* \(3\): network.0, network.1"
     ):
         run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=4))
+
+
+def test_one_weight_for_whole_models_is_that_of_one_layer() -> None:
+    """With one layer both granularities are the same; with more, a client's weights are equal."""
+    runs = [
+        run(linear_client(), small_data(), PFedLA(lr=5.0, granularity=how), rounds=3)
+        for how in ("layers", "model")
+    ]
+    for left, right in zip(*(federation.server_states() for federation in runs), strict=True):
+        assert_same(left, right)
+    whole = PFedLA(lr=5.0, granularity="model")
+    network = nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    federation = run(network_client(network), small_data(), whole, rounds=3)
+    ((layer, weights),) = whole.layer_weights(range(6)).items()
+    assert layer == "model"
+    assert weights.std(dim=1).min() > 0
+    stored = whole.stored.tensors()
+    for client in range(6):
+        state = federation.client_state(client)
+        for name, models in stored.items():
+            mixed = torch.tensordot(weights[client], models, 1)
+            assert_close(state[name], mixed.to(state[name]))
+
+
+def test_the_weights_of_clients_own_models_are_logged() -> None:
+    callback = PFedLA(lr=5.0)
+    federation = run(linear_client(), small_data(cohort_size=3), callback, rounds=3)
+    first = federation.history[0].metrics
+    assert first["pfedla/own_weight/network"] == pytest.approx(1 / 6)
+    before = copy.deepcopy(callback)
+    quiet_trainer(1, callback).fit(federation, datamodule=small_data(cohort_size=3))
+    clients = federation.history[-1].clients
+    weights = before.layer_weights(clients)["network"]
+    own = weights[torch.arange(3), clients].mean()
+    assert federation.history[-1].metrics["pfedla/own_weight/network"] == pytest.approx(own.item())
 
 
 def test_there_are_no_weights_before_the_first_round() -> None:

@@ -356,6 +356,16 @@ def test_users_without_samples_are_left_out_and_counted(femnist):
     assert len(opened(femnist).new_clients) == 0
 
 
+def test_old_files_have_data_of_unlisted_users_without_samples(femnist):
+    """As LEAF's script wrote them before March 2020."""
+    for part in ("train", "test"):
+        content = leaf({"zoe": person(2, 3)})
+        content["user_data"]["eve"] = EMPTY
+        dump(femnist / part / "old.json", content)
+    with pytest.warns(UserWarning, match="1 of 5 users have no samples"):
+        assert opened(femnist).users == ["f0000", "f0001", "f0002", "zoe"]
+
+
 def test_users_without_samples_are_left_out_of_unsplit_files(tmp_path):
     dump(tmp_path / "all_data" / "all_data_0.json", leaf(TRAIN | {"eve": EMPTY}))
     with pytest.warns(UserWarning, match="1 of 4 users have no samples"):
