@@ -42,6 +42,9 @@ class Phase(NamedTuple):
     """Learning rate in place of the optimizer's own."""
 
 
+_NOW_MODELS = {"judged", "as_sent", "after_finetuning", "further", "further_models"}
+
+
 class ClientMethod:
     """What a method does at its clients, beside their own module; this one does nothing.
 
@@ -96,6 +99,12 @@ class ClientMethod:
     fedavg_name: str | None = None
     terms: tuple[Term, ...] = ()
     one_pass: bool = True
+
+    def __init_subclass__(cls) -> None:
+        """Raise if a subclass defines a method of an earlier version, which nothing would call."""
+        super().__init_subclass__()
+        if earlier := sorted(vars(cls).keys() & _NOW_MODELS):
+            raise TypeError(f"{cls.__name__}: {', '.join(earlier)} became rules of models()")
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module lacks what this client method needs.
