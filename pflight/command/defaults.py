@@ -109,6 +109,9 @@ def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
     if isinstance(value, list):
         for item in value:
             yield from specs(item, prefix)
+    elif isinstance(value, dict):  # by names of the user, as modifiers
+        for name, part in value.items():
+            yield from specs(part, f"{prefix}.{name}")
     elif isinstance(value, Namespace):
         if value.get("class_path"):
             yield prefix, value
