@@ -19,8 +19,9 @@ _SECTIONS: dict[str, tuple[Callable[[], list[catalogue.Entry]], str]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_list(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    parser.set_defaults(function="pflight.command.list_command:print_choices")
     parser.add_argument(
         "section",
         nargs="?",
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, also with class paths")
 
 
-def run(options: argparse.Namespace) -> None:
+def print_choices(options: argparse.Namespace) -> None:
     """Print the available choices, one on each line.
 
     Lines are cut to the width of the terminal, unless one section is requested.
