@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from glob import escape
@@ -17,12 +17,12 @@ from . import catalogue
 from .commands import OF_A_RUN, RUNS, CommandParser, parser
 from .shipped import configs, find_config
 
-_CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
-    "data": catalogue.data,
-    "partition": catalogue.partitions,
-    "network": catalogue.networks,
-    "callbacks": catalogue.methods,
-}
+_CLASSES = {
+    "data": "data",
+    "partition": "partitions",
+    "network": "networks",
+    "callbacks": "methods",
+}  # sections of `pflight list`, by the last names of options
 _CLASSES_OF_A_RUN = ("data.partition", "model.client.network", "trainer.callbacks")
 
 
@@ -109,7 +109,7 @@ def _of(name: str, kind: str) -> Iterator[str]:
 
 
 def _classes(kind: str, **_: Any) -> list[str]:
-    paths = [str(one.class_path) for one in _CLASSES[kind]()]
+    paths = [str(one.class_path) for one in catalogue.entries(_CLASSES[kind])]
     whole = kind == "network"  # torchvision has classes with the same names
     return paths if whole else [path.rpartition(".")[2] for path in paths]
 
