@@ -194,12 +194,12 @@ class FederationCLI(LightningCLI):
             self.folder.check_config()
         if self._stop is not None and self.subcommand == "fit":
             self._stop.advice = self._advice
-        if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
-            config.ckpt_path = "last"
-        if config.get("ckpt_path") is None:
-            if self.subcommand == "fit":
+        if config.get("ckpt_path") is None and self.subcommand == "fit":
+            if not (SLURMEnvironment.detect() and self.folder.requeued()):
                 self._check_origin()
                 return
+            config.ckpt_path = "last"
+        elif config.get("ckpt_path") is None:
             config.ckpt_path = self._best()
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
         config.ckpt_path = None if path is None else str(path)
@@ -251,9 +251,6 @@ class FederationCLI(LightningCLI):
                 if reason is not None:
                     return name, reason
         return None
-
-    def _is_requeued(self) -> bool:
-        return SLURMEnvironment.detect() and bool(self.folder.requeued())
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with pflight's monitors if the configuration has none."""

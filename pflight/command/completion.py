@@ -96,12 +96,11 @@ def _in(value: Any, name: str = "") -> Iterator[str]:
             yield from _in(item, name)
     elif isinstance(value, dict):
         for key, part in value.items():
-            inner = name if key == "init_args" else f"{name}.{key.rstrip('+')}".lstrip(".")
-            if key == "class_path":
-                yield from _of(name, part)
-            else:
-                yield inner
-                yield from _in(part, inner)
+            of_class = key in ("class_path", "init_args")
+            yield from _in(part, name if of_class else f"{name}.{key.rstrip('+')}".lstrip("."))
+    else:
+        yield name
+        yield from _of(name, str(value))
 
 
 def _of(name: str, kind: str) -> Iterator[str]:
