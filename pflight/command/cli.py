@@ -41,6 +41,7 @@ from pflight.task import Task
 
 # These imports also import their packages. Then their classes have short names.
 from .built import built, refusal
+from .by_class import joined
 from .config_files import MODE, with_shipped_configs
 from .defaults import drop_untold_defaults, specs
 from .parser import FederationParser
@@ -153,7 +154,7 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(with_shipped_configs(given), commands)
+            self.config = parser.parse_run(with_shipped_configs(joined(given)), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
         except RecursionError as error:

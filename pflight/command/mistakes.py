@@ -29,6 +29,7 @@ from pflight.messages import OF_THE_PARSER, closest, no_option, one_line, questi
 from pflight.options import annotation, in_words
 
 from .built import cause_of
+from .by_class import FLAGS
 from .config_files import MODE, load
 from .defaults import default_of, named, specs
 
@@ -39,7 +40,6 @@ _OF_A_RUN: dict[str, Any] = {
     "seed_everything": bool | int,
 }
 _PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)*")
-_FLAGS = ("-h", "--help", "--print_config")
 _LONGEST = 250  # letters of a message of the parser
 
 Given = tuple[str, str, Any]
@@ -196,16 +196,11 @@ def _given(args: Sequence[str]) -> Iterator[Given]:
     Raises:
         ConfigurationError: If an option lacks its value.
     """
-    rest = [*args]
-    while rest:
-        option, equals, text = rest.pop(0).partition("=")
-        if option in _FLAGS or not option.startswith("-"):
+    for arg in args:
+        option, equals, text = arg.partition("=")
+        if option in FLAGS or not option.startswith("-"):
             continue
-        if not equals and rest and not rest[0].startswith("--"):
-            equals, text = "=", rest.pop(0)
-        name = option.lstrip("-").removesuffix(".help")
-        if option in ("--config", "-c"):
-            name = ""
+        name = "" if option == "--config" else option.lstrip("-").removesuffix(".help")
         if equals:
             parts = (part for part in name.split(".") if part != "init_args")
             yield from _inside(*_read(text, not name), ".".join(parts))
