@@ -287,8 +287,9 @@ class FederationCLI(LightningCLI):
         if self._stop is not None:
             callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
-            report.config = report.config or self._dump()
-            report.hparams = report.hparams or hparams_of_config(self.config[self.subcommand])
+            config = self.config[self.subcommand]
+            report.config = report.config or dumped(self._parser(self.subcommand), config)
+            report.hparams = report.hparams or hparams_of_config(config)
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         check_processes(trainer, getattr(self.datamodule, "num_clients", None))
         if self._stop is not None:
@@ -417,9 +418,6 @@ class FederationCLI(LightningCLI):
                 "--monitor val/macro_loss --mode min"
             )
         return [last]
-
-    def _dump(self) -> str:
-        return dumped(self._parser(self.subcommand), self.config[self.subcommand])
 
 
 def main(

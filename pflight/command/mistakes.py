@@ -19,7 +19,6 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import lightning as L
-import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -57,12 +56,11 @@ def mistake(
         parser: The parser of their command.
         config: The configuration before the arguments; by default the parser's defaults.
     """
-    try:
-        _Replay(parser, config or parser.get_defaults()).check([*_given(args)])
-    except ConfigurationError as found:
-        return found
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # in the file of an option
-        pass
+    with suppress(Exception):  # then the parser's own message is used
+        try:
+            _Replay(parser, config or parser.get_defaults()).check([*_given(args)])
+        except ConfigurationError as found:
+            return found
     return ConfigurationError(_short(error))
 
 
