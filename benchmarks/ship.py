@@ -1,6 +1,6 @@
-"""Write all that is made from the entries of methods: exports, lists and tables.
+"""Write all that is made from the entries of methods, and the catalogue of all classes.
 
-    python benchmarks/ship.py             # write it, after a method was added or changed
+    python benchmarks/ship.py             # write it, after a class of a run was added or changed
     python benchmarks/ship.py --check     # name the files that it would change, with exit status 1
 
 An entry is a ``Method`` in ``METHODS`` at the end of the method's module in ``callbacks/methods/``.
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from catalogue import CATALOGUE, catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES, CLIENT_METHODS = ROOT / "callbacks" / "methods", ROOT / "models" / "client_methods"
@@ -114,7 +116,7 @@ def files() -> dict[Path, str]:
     ):
         path = ROOT / "docs" / "api" / f"{page}.md"
         texts[path] = _blocks(path.read_text("utf-8"), title, [*dict.fromkeys(objects)])
-    return texts
+    return {**texts, CATALOGUE: catalogue()}
 
 
 def _callbacks(shipped: list[Method]) -> dict[str, set[str]]:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from types import FrameType
 
 from .command.commands import COMMANDS, RUNS, parser
@@ -47,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
         _begin(options.command)
     if options.command is None:
         front.error(f"no command is given: choose {', '.join([*RUNS, *COMMANDS])}")
-    COMMANDS[options.command][0].run(options)
+    resolve_name(options.function)(options)
 
 
 def _look_in_the_current_folder() -> None:

@@ -116,11 +116,6 @@ def too_early(option: str) -> str:
     return f"{option} has to follow the class that has it: give --{whose} first"
 
 
-def no_class(name: str, meant: Sequence[str]) -> str:
-    """Return a message that there is no such class, with the suggested ones."""
-    return f"unknown class {name}{question(meant)}"
-
-
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known name that is most similar to ``name``; nothing if none is similar.
 

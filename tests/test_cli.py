@@ -926,8 +926,11 @@ class TestBadInput:
         [
             (["--config=nowhere.yaml"], "there is no config file 'nowhere.yaml'"),
             ([f"--config={'long' * 80}"], "there is no config file 'longlong"),
-            (["--model.client=Nobody"], "model.client: unknown class Nobody"),
-            (["--data=Nothing"], "data: unknown class Nothing"),
+            (
+                ["--model.client=Nobody"],
+                "model.client: Nobody is not a class that this option takes",
+            ),
+            (["--data=Nothing"], "data: Nothing is not a class that this option takes"),
             (["--trainer.callbacks.mu=much"], "trainer.callbacks.mu: expected a finite number or"),
             (["--trainer.callbacks.mu=-1"], "FeSEM: mu must be at least 0"),
             (["--model.nothing=1"], "there is no option model.nothing"),

@@ -173,7 +173,7 @@ class TestNames:
         modifier = kind(**named.options)
         assert isinstance(modifier, Modifier)
         assert f"pflight.{kind.__module__.split('.')[1]}.{kind.__name__}" in {
-            entry.class_path for entry in catalogue.modifiers()
+            entry.class_path for entry in catalogue.entries("modifiers")
         }
         assert {*named.space} <= {*vars(modifier)}
 

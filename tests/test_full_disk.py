@@ -14,9 +14,9 @@ import torch
 from pflight import Federation
 from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
-from pflight.command import compare_command
 from pflight.command.cli import main
 from pflight.command.commands import parser as front_door
+from pflight.experiments.command import compare_and_print
 from pflight.experiments.jobs import Jobs
 from pflight.experiments.worker import make
 from pflight.runs.checkpoint import AtomicCheckpointIO
@@ -189,12 +189,12 @@ def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
         ["compare", f"--config={data}", "--methods", "fedavg", "local", "--seeds=1", f"--out={out}"]
     )
     disk.fill(left=40_000)
-    line = assert_one_line(capfd, lambda: compare_command.run(options))
+    line = assert_one_line(capfd, lambda: compare_and_print(options))
     assert line.endswith(": the same command continues")
     assert len([*out.glob("*/seed-*")]) == 1
     assert not [*out.glob("*/seed-*/failure.json")]
     disk.make_room()
-    compare_command.run(options)
+    compare_and_print(options)
     assert len([*out.glob("*/seed-*/results.json")]) == 2
 
 
@@ -214,7 +214,7 @@ def test_the_files_of_a_comparison(where, named, tmp_path, monkeypatch, capfd):
     options = front_door()[0].parse_args(
         ["compare", f"--config={data}", "--methods", "fedavg", "--seeds=1", f"--out={out}"]
     )
-    line = assert_one_line(capfd, lambda: compare_command.run(options))
+    line = assert_one_line(capfd, lambda: compare_and_print(options))
     assert line.endswith(": the same command continues")
 
 

@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,6 +77,18 @@ def save(memory: MappedMemory, path: Path) -> None:
 def load(memory: MappedMemory, path: Path) -> MappedMemory:
     memory.load(read_checkpoint(path)["pflight"]["memory"])
     return memory
+
+
+def killed_before(suffix: str) -> Callable[[Path, Path], None]:
+    """Return an ``os.replace`` that does not come to files with a suffix."""
+    replace = os.replace
+
+    def replace_some(source: Path, target: Path) -> None:
+        if target.suffix == suffix:
+            raise ZeroDivisionError
+        replace(source, target)
+
+    return replace_some
 
 
 def files(folder: Path) -> list[Path]:
@@ -260,7 +273,7 @@ def test_a_checkpoint_whose_successor_was_never_complete_keeps_its_rows(
     save(memory, tmp_path / "last.ckpt")
     keep(memory, c0=3)
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", lambda *_: 1 / 0)
+        patch.setattr("os.replace", killed_before(".ckpt"))
         with pytest.raises(ZeroDivisionError):
             save(memory, tmp_path / "last.ckpt")
     del memory
@@ -377,7 +390,7 @@ class KillsAndRestores(RuleBasedStateMachine):
     @rule(path=paths)
     def save_and_be_killed_before_the_file_is_replaced(self, path: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("os.replace", lambda *_: 1 / 0)
+            patch.setattr("os.replace", killed_before(".ckpt"))
             with pytest.raises(ZeroDivisionError):
                 save(self.memory, self.folder / path)
         self.kill()
@@ -531,14 +544,18 @@ def test_a_table_that_is_damaged(saved: Path, damage: str, suffix: str) -> None:
 def test_a_table_that_was_never_completed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = load(memory_in(saved.parents[1]), saved)
     keep(memory, c0=3)
+    tables = saved.parents[1] / "memory" / "tables"
+    (table,) = tables.glob("*")
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.rename", lambda *_: 1 / 0)
+        patch.setattr("os.replace", killed_before(".next"))
         with pytest.raises(ZeroDivisionError):
             save(memory, saved)
+    assert [*tables.glob("*")] == [table]
+    (tables / f".{table.stem}.next.partial").write_text("{")  # of a process that was killed
     memory = load(memory_in(saved.parents[1]), saved)
     assert kept(memory, 0, 7) == [1, 2]
     save(memory, saved)
-    assert len(list(saved.parents[1].glob("memory/tables/*"))) == 1
+    assert len(list(tables.glob("*"))) == 1
 
 
 def test_a_folder_that_is_gone(saved: Path) -> None:

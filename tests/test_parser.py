@@ -144,11 +144,11 @@ CASES: list[tuple[str, Any, str]] = [
         "data.dict_kwargs: pflight.datamodules.sources.digits.",
     ),
     # classes that there are not
-    ("data", "Digit", "data: unknown class Digit: did you mean Digits?"),
+    ("data", "Digit", "data: Digit is not a class that this option takes: did you mean Digits?"),
     (
         "model.client",
         "ProximalClien",
-        "class ProximalClien: did you mean ProximalClient?",
+        "ProximalClien is not a class that this option takes: did you mean ProximalClient?",
     ),
     (
         "model.client",
@@ -158,13 +158,17 @@ CASES: list[tuple[str, Any, str]] = [
     (
         "model.client.optimizer",
         "torch.optim.SGG",
-        "torch.optim.SGG: did you mean torch.optim.SGD?",
+        "torch.optim.SGG is not a class that this option takes: did you mean torch.optim.SGD?",
     ),
-    ("model.client.optimizer", "SDG", "unknown class SDG: did you mean SGD?"),
+    (
+        "model.client.optimizer",
+        "SDG",
+        "SDG is not a class that this option takes: did you mean SGD?",
+    ),
     (
         "data.partition",
         "Diriclet",
-        "unknown class Diriclet: did you mean Dirichlet?",
+        "Diriclet is not a class that this option takes: did you mean Dirichlet?",
     ),
     ("data", "nowhere.Data", "data: No module named 'nowhere'"),
 ]
@@ -210,7 +214,7 @@ def test_one_line(
         ),
         (
             "trainer: {callbacks+: [{class_path: FeSEMM}]}",
-            "trainer.callbacks: unknown class FeSEMM: did you mean FeSEM?",
+            "trainer.callbacks: FeSEMM is not a class that this option takes: did you mean FeSEM?",
         ),
         ("a: [", "the config file own.yaml is not YAML"),
     ],
@@ -224,10 +228,8 @@ def test_help_for_no_class(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--data.help", "Digit"])
     assert exit_.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "pflight: error: data: unknown class Digit: did you mean Digits?\n"
-    )
+    said = "data: Digit is not a class that this option takes: did you mean Digits?"
+    assert capsys.readouterr().err == f"pflight: error: {said}\n"
 
 
 def test_several_mistakes_hide_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,7 +359,7 @@ def test_options_of_a_logger_by_class(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_not_alike_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "--data.root=x") == "there is no option data.root"
     said = refused(capsys, "--data.augmentation=Foo")
-    assert said == "data.augmentation: unknown class Foo"
+    assert said == "data.augmentation: Foo is not a class that this option takes"
 
 
 class Refuses(L.LightningDataModule):
@@ -488,9 +490,15 @@ def declared(parameters) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["=own_functions.adamm"], ": unknown class own_functions.adamm: did you mean own_funct"),
+        (
+            ["=own_functions.adamm"],
+            ": own_functions.adamm is not a class that this option takes: did you mean own_funct",
+        ),
         (["=own_functions.adam"], ": own_functions.adam can't be used: is it a function that decl"),
-        (["=own_functions.nothing.adam"], ": unknown class own_functions.nothing.adam"),
+        (
+            ["=own_functions.nothing.adam"],
+            ": own_functions.nothing.adam is not a class that this option takes",
+        ),
         (["=own_functions.declared", ".lr=0.1"], ".lr"),
         (["=broken_functions.adam"], ": No module named 'nowhere'"),
     ],

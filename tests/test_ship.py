@@ -30,6 +30,7 @@ MADE = {
     "docs/algorithms.md",
     "docs/api/callbacks.md",
     "docs/api/models.md",
+    "pflight/command/catalogue.json",
 }
 WRITTEN = {
     "callbacks/methods/halved.py": '''"""Halved: clients halve their loss."""

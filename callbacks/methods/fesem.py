@@ -88,8 +88,9 @@ class FeSEM(ClusteredMethod):
         newcomers: How a client that has not trained finds the center by which it is judged.
             ``"loss"`` takes the center with the lowest loss on its training samples. ``"distance"``
             trains once from the mean of the centers, and takes the nearest center. ``"mean"`` takes
-            the mean of the centers, as do clients without training samples. The default is
-            ``"loss"``, or ``"distance"`` if the client module optimizes by hand.
+            the mean of the centers, as do clients without training samples, and all as long as
+            there is no data. The default is ``"loss"``, or ``"distance"`` if the client module
+            optimizes by hand.
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
             value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
@@ -194,7 +195,8 @@ class FeSEM(ClusteredMethod):
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's center, -1 for the mean. Between rounds, newcomers find theirs."""
         centers = super().centers_of(clients)
-        if self.clients.current.goes_on or not self.initialized or self.newcomers == "mean":
+        known = self.initialized and self.clients.data is not None
+        if not known or self.clients.current.goes_on or self.newcomers == "mean":
             return centers
         new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
         if new.any():

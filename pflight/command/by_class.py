@@ -1,4 +1,4 @@
-"""Options of a callback or logger by its class, such as ``trainer.callbacks.FeSEM.k``."""
+"""Arguments of a run as text: one for each option, and options of a callback by its class."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.messages import closest, question
 from pflight.options import as_list
 
+FLAGS = ("-h", "--help", "--print_config")
+"""Options without a value."""
 _OPTION = re.compile(r"--(trainer\.(callbacks|logger))\.([A-Z]\w*)\.([^=]+)(=.*)?", re.DOTALL)
 
 
@@ -22,13 +24,13 @@ class OptionByClass(NamedTuple):
         whose: The list with the object, such as ``trainer.callbacks``.
         kind: The name of the class.
         option: The name of the option.
-        value: The arguments after the option; ``None`` if it is already set.
+        value: The text after the option, with ``=``; ``None`` if it is already set.
     """
 
     whose: str
     kind: str
     option: str
-    value: Sequence[str] | None
+    value: str | None
 
     def put(self, config: Namespace, parse: Callable[[list[str], Namespace], Namespace]) -> None:
         """Set the option in the configuration of a command.
@@ -60,9 +62,9 @@ class OptionByClass(NamedTuple):
         chosen = made[kinds.index(self.kind)]
         alone = config.clone()
         alone[self.whose] = [chosen] if isinstance(config[self.whose], list) else chosen
-        argument = [f"--{self.whose}.{self.option}{self.value[0]}", *self.value[1:]]
         try:
-            changed = as_list(parse(argument, alone)[self.whose])[-1]
+            argument = f"--{self.whose}.{self.option}{self.value}"
+            changed = as_list(parse([argument], alone)[self.whose])[-1]
         except UnknownOptionError as error:
             options = map(self._whole, error.options)
             raise UnknownOptionError(self._whole(str(error)), [*options]) from error
@@ -76,39 +78,50 @@ class OptionByClass(NamedTuple):
         return text.replace(f"{self.whose}.", f"{self.whose}.{self.kind}.")
 
 
+def joined(args: Sequence[str]) -> list[str]:
+    """Return arguments with each option and its value in one.
+
+    Example:
+        >>> joined(["fit", "-c", "run.yaml", "--data.seed", "-1", "--data.num_clients=3", "--help"])
+        ['fit', '--config=run.yaml', '--data.seed=-1', '--data.num_clients=3', '--help']
+    """
+    found: list[str] = []
+    for arg in args:
+        before = found[-1] if found else ""
+        takes_value = before.startswith("-") and "=" not in before and before not in FLAGS
+        if takes_value and not re.match(r"-[^\d.]", arg):
+            found[-1] = f"{before}={arg}"
+        else:
+            found.append(re.sub("^-c(?==|$)", "--config", arg))
+    return found
+
+
 def split(args: Sequence[str]) -> tuple[list[str], list[OptionByClass]]:
-    """Split arguments into all others and options by class.
+    """Split :func:`joined` arguments into all others and options by class.
 
     An option after its class stays in the arguments, as an option of the last callback.
 
     Example:
-        >>> rest, (option,) = split(["fit", "--trainer.callbacks.FeSEM.num_clusters", "3", "-h"])
+        >>> rest, (option,) = split(["fit", "--trainer.callbacks.FeSEM.num_clusters=3", "-h"])
         >>> rest, option.kind, option.option, option.value
-        (['fit', '-h'], 'FeSEM', 'num_clusters', ['', '3'])
+        (['fit', '-h'], 'FeSEM', 'num_clusters', '=3')
         >>> split(["--trainer.callbacks+=FeSEM", "--trainer.callbacks.FeSEM.num_clusters=3"])[0]
         ['--trainer.callbacks+=FeSEM', '--trainer.callbacks.num_clusters=3']
     """
-    left, found, rest = [], [], [*args]
+    left, found = [], []
     last: dict[str, str] = {}
-    while rest:
-        arg = rest.pop(0)
+    for arg in args:
         match = _OPTION.fullmatch(arg)
-        name, equals, text = arg.partition("=")
         if match is None:
             left.append(arg)
-            if name in ("--config", "-c"):
-                last = {}
-            elif not equals and rest and not rest[0].startswith("--"):
-                text = rest[0]
+            name, _, text = arg.partition("=")
+            last = {} if name == "--config" else last
             last[name.removeprefix("--").removesuffix("+")] = text.rpartition(".")[2]
             continue
-        whose, _, kind, option, given = match.groups()
-        value = [given or ""]
-        if given is None and rest and not re.match(r"-[^\d.]", rest[0]):
-            value.append(rest.pop(0))
+        whose, _, kind, option, value = match.groups(default="")
         follows = last.get(whose) == kind
         if follows:
-            left += [f"--{whose}.{option}{value[0]}", *value[1:]]
+            left.append(f"--{whose}.{option}{value}")
         found.append(OptionByClass(whose, kind, option, None if follows else value))
     return left, found
 

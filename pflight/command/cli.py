@@ -41,6 +41,7 @@ from pflight.task import Task
 
 # These imports also import their packages. Then their classes have short names.
 from .built import built, refusal
+from .by_class import joined
 from .config_files import MODE, with_shipped_configs
 from .defaults import drop_untold_defaults, specs
 from .parser import FederationParser
@@ -153,7 +154,7 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(with_shipped_configs(given), commands)
+            self.config = parser.parse_run(with_shipped_configs(joined(given)), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
         except RecursionError as error:
@@ -194,12 +195,12 @@ class FederationCLI(LightningCLI):
             self.folder.check_config()
         if self._stop is not None and self.subcommand == "fit":
             self._stop.advice = self._advice
-        if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
-            config.ckpt_path = "last"
-        if config.get("ckpt_path") is None:
-            if self.subcommand == "fit":
+        if config.get("ckpt_path") is None and self.subcommand == "fit":
+            if not (SLURMEnvironment.detect() and self.folder.requeued()):
                 self._check_origin()
                 return
+            config.ckpt_path = "last"
+        elif config.get("ckpt_path") is None:
             config.ckpt_path = self._best()
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
         config.ckpt_path = None if path is None else str(path)
@@ -252,9 +253,6 @@ class FederationCLI(LightningCLI):
                     return name, reason
         return None
 
-    def _is_requeued(self) -> bool:
-        return SLURMEnvironment.detect() and bool(self.folder.requeued())
-
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with pflight's monitors if the configuration has none."""
         given = self._get(self.config_init, "trainer")
@@ -289,8 +287,9 @@ class FederationCLI(LightningCLI):
         if self._stop is not None:
             callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
-            report.config = report.config or self._dump()
-            report.hparams = report.hparams or hparams_of_config(self.config[self.subcommand])
+            config = self.config[self.subcommand]
+            report.config = report.config or dumped(self._parser(self.subcommand), config)
+            report.hparams = report.hparams or hparams_of_config(config)
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         check_processes(trainer, getattr(self.datamodule, "num_clients", None))
         if self._stop is not None:
@@ -419,9 +418,6 @@ class FederationCLI(LightningCLI):
                 "--monitor val/macro_loss --mode min"
             )
         return [last]
-
-    def _dump(self) -> str:
-        return dumped(self._parser(self.subcommand), self.config[self.subcommand])
 
 
 def main(

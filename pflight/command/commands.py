@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from pflight.messages import OF_THE_PARSER, closest, no_option, question
 
-from . import compare_command, deploy_command, list_command, report_command
+from .arguments import add_compare, add_deploy, add_report
+from .list_command import add_list
 from .version import __version__
 
 RUNS = {
@@ -26,23 +27,16 @@ OF_A_RUN = (
 """Options of a run without a dot in their names, if a configuration can hold them."""
 
 
-class Command(Protocol):
-    """A module that defines a command. It imports little, since all commands are imported."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
-
-    def run(self, options: argparse.Namespace) -> None:
-        """Run the command."""
-
-
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "compare": (compare_command, "train many methods at many seeds, and print one table"),
-    "report": (report_command, "print the table of runs that exist, or of a comparison"),
-    "deploy": (deploy_command, "run a federation whose clients are on other machines"),
-    "list": (list_command, "show methods, data sets, partitions, networks and configurations"),
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "compare": (add_compare, "train many methods at many seeds, and print one table"),
+    "report": (add_report, "print the table of runs that exist, or of a comparison"),
+    "deploy": (add_deploy, "run a federation whose clients are on other machines"),
+    "list": (add_list, "show methods, data sets, partitions, networks and configurations"),
 }
-"""The other commands, with their modules and summaries."""
+"""The other commands: what adds their arguments, and a summary.
+
+The arguments name the function of the command. It is imported when the command runs.
+"""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -102,9 +96,9 @@ def parser() -> tuple[CommandParser, dict[str, CommandParser]]:
     commands = {}
     for name, summary in RUNS.items():
         commands[name] = group.add_parser(name, help=summary, add_help=False)
-    for name, (command, summary) in COMMANDS.items():
+    for name, (add_arguments, summary) in COMMANDS.items():
         commands[name] = group.add_parser(
             name, help=summary, description=f"{summary.capitalize()}."
         )
-        command.add_arguments(commands[name])
+        add_arguments(commands[name])
     return front, commands

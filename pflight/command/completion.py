@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from glob import escape
@@ -17,12 +17,12 @@ from . import catalogue
 from .commands import OF_A_RUN, RUNS, CommandParser, parser
 from .shipped import configs, find_config
 
-_CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
-    "data": catalogue.data,
-    "partition": catalogue.partitions,
-    "network": catalogue.networks,
-    "callbacks": catalogue.methods,
-}
+_CLASSES = {
+    "data": "data",
+    "partition": "partitions",
+    "network": "networks",
+    "callbacks": "methods",
+}  # sections of `pflight list`, by the last names of options
 _CLASSES_OF_A_RUN = ("data.partition", "model.client.network", "trainer.callbacks")
 
 
@@ -96,12 +96,11 @@ def _in(value: Any, name: str = "") -> Iterator[str]:
             yield from _in(item, name)
     elif isinstance(value, dict):
         for key, part in value.items():
-            inner = name if key == "init_args" else f"{name}.{key.rstrip('+')}".lstrip(".")
-            if key == "class_path":
-                yield from _of(name, part)
-            else:
-                yield inner
-                yield from _in(part, inner)
+            of_class = key in ("class_path", "init_args")
+            yield from _in(part, name if of_class else f"{name}.{key.rstrip('+')}".lstrip("."))
+    else:
+        yield name
+        yield from _of(name, str(value))
 
 
 def _of(name: str, kind: str) -> Iterator[str]:
@@ -109,7 +108,7 @@ def _of(name: str, kind: str) -> Iterator[str]:
 
 
 def _classes(kind: str, **_: Any) -> list[str]:
-    paths = [str(one.class_path) for one in _CLASSES[kind]()]
+    paths = [str(one.class_path) for one in catalogue.entries(_CLASSES[kind])]
     whole = kind == "network"  # torchvision has classes with the same names
     return paths if whole else [path.rpartition(".")[2] for path in paths]
 

@@ -33,22 +33,19 @@ def config_file(path: str) -> str:
 
 
 def with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments, with shipped configs in place of missing config files.
+    """Return the arguments ``--option=value``, with shipped configs in place of missing files.
 
     Before a file replaces a list of callbacks or loggers, the list is emptied. Otherwise
     jsonargparse gives an earlier callback's options to its replacement.
     """
-    found, rest = [], list(args)
-    while rest:
-        arg = rest.pop(0)
-        option, equals, value = arg.partition("=")
-        if option in ("--config", "-c") and (equals or rest):
-            path = config_file(value if equals else rest.pop(0))
+    found = []
+    for arg in args:
+        if arg.startswith("--config="):
+            path = config_file(arg.partition("=")[2])
             inside_a_command = not args[0].startswith("-")
             found += _emptied(path) if inside_a_command else []
-            found += [f"{option}={path}"] if equals else [option, path]
-        else:
-            found.append(arg)
+            arg = f"--config={path}"
+        found.append(arg)
     return found
 
 

@@ -22,7 +22,7 @@ from .config_files import load
 
 _PLAIN = (bool, int, float, str)
 _REPLACES = re.compile(
-    r"--(model|data|trainer\.callbacks|trainer\.logger)(?!=null)\b.*|--config.*|-c.*"
+    r"--(model|data|trainer\.callbacks|trainer\.logger)(?!=null)\b.*|--config=.*"
 )
 
 
@@ -33,17 +33,15 @@ def without_defaults(args: Sequence[str]) -> list[str]:
     stay unchanged, too, since they replace options of earlier files.
 
     Args:
-        args: The arguments. Their configurations exist.
+        args: The arguments ``--option=value``. Their configurations exist.
     """
     first = next((i for i, arg in enumerate(args) if _REPLACES.fullmatch(arg)), None)
     if first is None:
         return [*args]
-    option, equals, path = args[first].partition("=")
+    option, _, path = args[first].partition("=")
     rest = args[first + 1 :]
-    if not equals:
-        path, *rest = rest or [""]
     changed = any(map(_REPLACES.fullmatch, rest))
-    if option not in ("--config", "-c") or not changed or not _is_written(path):
+    if option != "--config" or not changed or not _is_written(path):
         return [*args]
     config = _given(load(Path(path).read_text("utf-8-sig")))
     return [*args[:first], f"--config={yaml.safe_dump(config, sort_keys=False)}", *rest]
@@ -109,6 +107,9 @@ def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
     if isinstance(value, list):
         for item in value:
             yield from specs(item, prefix)
+    elif isinstance(value, dict):  # by names of the user, as modifiers
+        for name, part in value.items():
+            yield from specs(part, f"{prefix}.{name}")
     elif isinstance(value, Namespace):
         if value.get("class_path"):
             yield prefix, value

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 
-from . import catalogue
+from .catalogue import entries
 
 _UNLIMITED = 1000  # columns
-_SECTIONS: dict[str, tuple[Callable[[], list[catalogue.Entry]], str]] = {
-    "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
-    "modifiers": (catalogue.modifiers, "--methods METHOD+NAME of pflight compare"),
-    "data": (catalogue.data, "--data NAME"),
-    "partitions": (catalogue.partitions, "--data.partition NAME"),
-    "networks": (catalogue.networks, "--model.client.network pflight.models.NAME"),
-    "configs": (catalogue.shipped, "--config configs/NAME.yaml"),
+_SECTIONS = {
+    "methods": "--config configs/algorithm/NAME.yaml",
+    "modifiers": "--methods METHOD+NAME of pflight compare",
+    "data": "--data NAME",
+    "partitions": "--data.partition NAME",
+    "networks": "--model.client.network pflight.models.NAME",
+    "configs": "--config configs/NAME.yaml",
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_list(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    parser.set_defaults(function="pflight.command.list_command:print_choices")
     parser.add_argument(
         "section",
         nargs="?",
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, also with class paths")
 
 
-def run(options: argparse.Namespace) -> None:
+def print_choices(options: argparse.Namespace) -> None:
     """Print the available choices, one on each line.
 
     Lines are cut to the width of the terminal, unless one section is requested.
@@ -41,29 +41,28 @@ def run(options: argparse.Namespace) -> None:
     from rich.text import Text
 
     chosen = [options.section] if options.section else [*_SECTIONS]
-    found = {section: _SECTIONS[section][0]() for section in chosen}
+    found = {section: entries(section) for section in chosen}
     console = Console()
     if options.json:
-        known = {section: [*map(_known, entries)] for section, entries in found.items()}
+        known = {
+            section: [{key: value for key, value in one._asdict().items() if value} for one in rows]
+            for section, rows in found.items()
+        }
         console.print_json(data=known)
         return
     if not (console.width and (console.is_terminal or "COLUMNS" in os.environ)):
         console.width = _UNLIMITED
-    for section, entries in found.items():
+    for section, rows in found.items():
         if section == "configs" and "methods" in found:  # the methods' configs are listed already
-            entries = [one for one in entries if not one.name.startswith("algorithm/")]
+            rows = [one for one in rows if not one.name.startswith("algorithm/")]
         table = Table.grid(padding=(0, 2))
-        names = 2 + max((len(one.name) for one in entries), default=0)
+        names = 2 + max((len(one.name) for one in rows), default=0)
         table.add_column(width=names, no_wrap=True)
         left = max(console.width - names - 2, 1)
         table.add_column(max_width=left, no_wrap=not options.section, overflow="ellipsis")
-        for one in entries:
+        for one in rows:
             table.add_row(Text(f"  {one.name}", "bold"), Text(one.summary))
         if section != chosen[0]:
             console.print()
-        console.print(Text.assemble((section, "bold"), f": {_SECTIONS[section][1]}"))
+        console.print(Text.assemble((section, "bold"), f": {_SECTIONS[section]}"))
         console.print(table)
-
-
-def _known(entry: catalogue.Entry) -> dict[str, str]:
-    return {key: value for key, value in entry._asdict().items() if value is not None}

@@ -1,7 +1,6 @@
 """Find the mistake in arguments that the parser of a run has refused.
 
-The options are checked one by one, in their order. If no mistake is found, the parser's own
-message is used.
+The parser gets the options one by one, until it refuses one.
 """
 
 from __future__ import annotations
@@ -9,44 +8,30 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import lightning as L
-import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning.pytorch.loggers import Logger
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pflight.data.augmentation import Augmentation
-from pflight.datamodules.partitions.partition import Partition
 from pflight.errors import ConfigurationError, UnknownOptionError
-from pflight.messages import OF_THE_PARSER, closest, no_class, no_option, one_line, too_early
-from pflight.modifiers import Modifier
+from pflight.messages import OF_THE_PARSER, closest, no_option, one_line, question, too_early
 from pflight.options import annotation, in_words
 
 from .built import cause_of
+from .by_class import FLAGS
 from .config_files import MODE, load
 from .defaults import default_of, named, specs
 
-_KINDS = (  # base classes of classes in a configuration
-    L.Callback,
-    L.LightningDataModule,
-    nn.Module,
-    Optimizer,
-    LRScheduler,
-    Logger,
-    Partition,
-    Augmentation,
-    Modifier,
-)
 _PLAIN = (NoneType, bool, int, float, str, list, tuple, dict, Path)
 _OF_A_RUN: dict[str, Any] = {
     "model": L.LightningModule,
@@ -54,43 +39,10 @@ _OF_A_RUN: dict[str, Any] = {
     "seed_everything": bool | int,
 }
 _PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)*")
-_FLAGS = ("-h", "--help", "--print_config")
 _LONGEST = 250  # letters of a message of the parser
 
-
-class Given(NamedTuple):
-    """An option from the command line or a file.
-
-    Attributes:
-        where: The file with the option; empty for the command line.
-        name: The full name of the option.
-        value: The value; a text if from the command line.
-    """
-
-    where: str
-    name: str
-    value: Any
-
-    def said(self, message: str) -> str:
-        """Return a message with the name of the file."""
-        return f"{self.where}: {message}" if self.where else message
-
-
-class _Part(NamedTuple):
-    """The options of a class or function, or of the run itself."""
-
-    kind: Any
-    names: list[str]
-
-    def annotation(self, option: str) -> Any:
-        """Return the annotation of an option, if it is known."""
-        return _OF_A_RUN.get(option) if self.kind is None else annotation(self.kind, option)
-
-    @property
-    def required(self) -> list[str]:
-        """The names of the options without a default."""
-        found = self.names if self.kind is not None else []
-        return [name for name in found if default_of(self.kind, name) is inspect.Parameter.empty]
+Given = tuple[str, str, Any]
+"""The file of an option, empty for the command line; its full name; and its value."""
 
 
 def mistake(
@@ -104,45 +56,27 @@ def mistake(
         parser: The parser of their command.
         config: The configuration before the arguments; by default the parser's defaults.
     """
-    try:
-        _Options(parser, config or parser.get_defaults()).check([*_given(args)])
-    except ConfigurationError as found:
-        return found
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # in the file of an option
-        pass
-    said = one_line(str(error))
-    return ConfigurationError(said if len(said) <= _LONGEST else f"{said[:_LONGEST]}...")
+    with suppress(Exception):  # then the parser's own message is used
+        try:
+            _Replay(parser, config or parser.get_defaults()).check([*_given(args)])
+        except ConfigurationError as found:
+            return found
+    return ConfigurationError(_short(error))
 
 
-class _Options:
-    """The options of a run, updated for each class in the arguments.
+class _Replay:
+    """Gives the options of a run to its parser one by one.
 
     Args:
         parser: The parser of the command.
-        config: The configuration before the arguments.
+        config: The configuration before the options.
     """
 
     def __init__(self, parser: ArgumentParser, config: Namespace) -> None:
-        self._now: dict[str, _Part] = {}
-        self._all: dict[str, None] = {}  # names of options, also of replaced classes
-        self._set = {
-            f"{name}.{option}"
-            for name, spec in specs(config)
-            for option, value in vars(spec.get("init_args") or Namespace()).items()
-            if value is not None
-        }
-        self._add("", _Part(None, [*vars(parser.get_defaults())]))
-        self._add("trainer", _part(L.Trainer, later=False))
-        for name, spec in specs(config):
-            if kind := named(spec.class_path):
-                self._add(name, _part(kind, later=issubclass(kind, Optimizer | LRScheduler)))
-
-    def _add(self, prefix: str, part: _Part | None) -> None:
-        if part is None:
-            self._now.pop(prefix, None)
-            return
-        self._now[prefix] = part
-        self._all |= dict.fromkeys(f"{prefix}.{name}".lstrip(".") for name in part.names)
+        self._parser = parser
+        self._config = config
+        self._known: dict[str, None] = {}  # names of options, also of replaced classes
+        self._note()
 
     def check(self, given: Sequence[Given]) -> None:
         """Raise for the first mistake.
@@ -151,106 +85,107 @@ class _Options:
             UnknownOptionError: There is no option of that name.
             ConfigurationError: There is no such class, or an option does not accept its value.
         """
-        for i, one in enumerate(given):
-            if not self._has(one.name):
-                for later in given[i:]:
-                    self._note(later)
-                raise self._unknown(one)
-            self._note(one, check=True)
-        names = self._set | {*self._now} | {one.name for one in given}
-        for prefix, part in self._now.items():
-            required = [f"{prefix}.{option}" for option in part.required]
-            missing = [one for one in required if not any(_is_in(name, one) for name in names)]
-            if missing and prefix != "trainer":
+        for i, (file, name, value) in enumerate(given):
+            try:
+                self._give(name, value)
+            except ArgumentError as error:
+                said = self._why(name.rstrip("+"), value, given[i + 1 :]) or (
+                    f"{name}: {_short(error)}"
+                )
+                said = f"{file}: {said}" if file else said
+                if self._has(name.rstrip("+")):
+                    raise ConfigurationError(said) from error
+                raise UnknownOptionError(said, [name]) from error
+        for prefix, spec in specs(self._config):
+            options: Any = spec.get("init_args") or {}
+            kind = named(spec.class_path)
+            missing = [
+                f"{prefix}.{name}"
+                for name in _names(kind)
+                if default_of(kind, name) is inspect.Parameter.empty and options.get(name) is None
+            ]
+            if missing:
                 raise ConfigurationError(f"{prefix} requires {', '.join(missing)}")
 
-    def _has(self, name: str) -> bool:
-        """Return whether an option may exist. It may if its class is unknown."""
-        prefix = ""
-        for part in name.split("."):
-            by_name = self._of_each(prefix) is not None
-            if not by_name:
-                if prefix not in self._now or part == "dict_kwargs":
-                    return self._of_each(prefix.rpartition(".")[0]) is None  # else it has no class
-                if part not in self._now[prefix].names:
-                    return False
-            prefix = f"{prefix}.{part}".lstrip(".")
-        return True
+    def _give(self, name: str, value: Any) -> None:
+        """Let the parser set an option. Its classes may lack options that come later."""
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        self._config = self._parser.parse_args(
+            [f"--{name}={text}"],
+            namespace=self._config.clone(),
+            defaults=False,
+            _skip_validation=True,
+        )
+        self._note()
 
-    def _of_each(self, name: str) -> Any:
-        """Return the type of an option's values by user-given names, as for modifiers, or None."""
+    def _note(self) -> None:
+        """Note the classes of the configuration and their options."""
+        self._kinds = {"": None, "trainer": L.Trainer}
+        self._kinds |= {name: named(spec.class_path) for name, spec in specs(self._config)}
+        for prefix, kind in self._kinds.items():
+            names = _names(kind) if prefix else vars(self._config)
+            self._known |= dict.fromkeys(f"{prefix}.{name}".lstrip(".") for name in names)
+
+    def _has(self, name: str) -> bool:
+        """Return whether there is an option of a class, or an entry by a user-given name."""
         prefix, _, option = name.rpartition(".")
-        hint = self._now[prefix].annotation(option) if prefix and prefix in self._now else None
+        kind = self._kinds.get(prefix)
+        return option in (_names(kind) if prefix else vars(self._config)) or bool(
+            self._each(prefix)
+        )
+
+    def _hint(self, name: str) -> Any:
+        """Return the annotation of an option, if it is known."""
+        prefix, _, option = name.rpartition(".")
+        if not prefix:
+            return _OF_A_RUN.get(option)
+        kind = self._kinds.get(prefix)
+        return self._each(prefix) if kind is None else annotation(kind, option)
+
+    def _each(self, name: str) -> Any:
+        """Return the type of an option's values by user-given names, as for modifiers, or None."""
+        hint = self._hint(name) if "." in name else None
         kinds = (get_args(one)[-1] for one in (hint, *get_args(hint)) if get_origin(one) is dict)
         return next((kind for kind in kinds if kind not in (Any, *_PLAIN)), None)
 
-    def _unknown(self, one: Given) -> UnknownOptionError:
-        parent = one.name.rpartition(".")[0]
-        beside = [name for name in self._all if name.rpartition(".")[0] == parent]
-        said = no_option(one.name, [*beside, *self._all, *OF_THE_PARSER])
-        said = too_early(one.name) if one.name in self._all else said
-        if parent not in self._now and self._of_each(parent.rpartition(".")[0]) is not None:
-            said = f"{parent} has no class: give --{parent} CLASS before {one.name}"
-        return UnknownOptionError(one.said(said), [one.name])
+    def _why(self, name: str, value: Any, later: Sequence[Given]) -> str | None:
+        """Return why an option is wrong, if the parser's reason is not needed.
 
-    def _note(self, one: Given, check: bool = False) -> None:
-        """Note a given class, or check the value of an option."""
-        prefix, _, option = one.name.rpartition(".")
-        part, hint = self._now.get(prefix), self._of_each(prefix)
-        if (part or hint) is None or (one.value is None and one.name in self._now):
-            return
-        if part is not None:
-            hint = part.annotation(option)
-        kinds, text = (*_classes(hint),), str(one.value)
-        wrong = check and hint is not None and not _fits(hint, one.value)
-        got = "null" if one.value is None else one.value
-        said = f"expected {in_words(hint, one.value)}, got {got}"
-        if kinds and one.value is not None and _PATH.fullmatch(text):
-            try:
-                kind = _found(text)
-            except ConfigurationError as error:
-                raise ConfigurationError(one.said(f"{one.name}: {error}")) from error
-            fits = kind is not None and not (isinstance(kind, type) and not issubclass(kind, kinds))
-            later = _is_function(hint)
-            if fits and later and not isinstance(kind, type):  # a function is used as it is
-                self._add(one.name, _Part(kind, []))
-                if wrong:
-                    said = f"{text} can't be used: is it a function that declares what it returns?"
-            elif fits:
-                self._add(one.name, _part(kind, later))
-                return
-            elif not (text.islower() and any(part in _PLAIN[1:] for part in get_args(hint))):
-                other = f"{text} is not a class that this option takes"
-                said = _no_class(text) if kind is None else other
-        if wrong:
-            raise ConfigurationError(one.said(f"{one.name}: {said}"))
+        Args:
+            name: The name of the option.
+            value: The value.
+            later: The options that follow. Their classes may have this option.
+        """
+        parent = name.rpartition(".")[0]
+        if not self._has(name):
+            if self._each(parent.rpartition(".")[0]) is not None and parent not in self._kinds:
+                return f"{parent} has no class: give --{parent} CLASS before {name}"
+            for _, other, its in later:
+                with suppress(ArgumentError):
+                    self._give(other, its)
+            beside = [one for one in self._known if one.rpartition(".")[0] == parent]
+            known = [*beside, *self._known, *OF_THE_PARSER]
+            return too_early(name) if name in self._known else no_option(name, known)
+        hint, text = self._hint(name), str(value)
+        kinds = tuple(_classes(hint))
+        plain = text.islower() and any(part in _PLAIN[1:] for part in get_args(hint))
+        if kinds and value is not None and _PATH.fullmatch(text) and not plain:
+            return f"{name}: {_why_no_class(text, kinds)}"
+        got = "null" if value is None else value
+        return hint and f"{name}: expected {in_words(hint, value)}, got {got}"
 
 
 @functools.cache
-def _part(kind: Any, later: bool) -> _Part | None:
-    """Return the options of a class or function, without the first one if ``later``."""
+def _names(kind: Any) -> list[str]:
+    """Return the options of a class or function, without what an optimizer is made for."""
     parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
-    add = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
+    later = isinstance(kind, type) and issubclass(kind, Optimizer | LRScheduler)
     try:
-        add(kind, skip={1} if later else None)
+        if isinstance(kind, type):
+            parser.add_class_arguments(kind, skip={1} if later else None)
     except (TypeError, ValueError):  # an unreadable constructor
-        return None
-    return _Part(kind, [*vars(parser.get_defaults())])
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    """Return whether an annotation accepts a value."""
-    parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
-    parser.add_argument("--option", type=hint)
-    try:
-        parser.parse_object({"option": value})
-    except ArgumentError:
-        return False
-    return True
-
-
-def _is_in(name: str, option: str) -> bool:
-    return f"{name}.".startswith(f"{option}.")
+        return []
+    return [*vars(parser.get_defaults())]
 
 
 def _given(args: Sequence[str]) -> Iterator[Given]:
@@ -259,18 +194,13 @@ def _given(args: Sequence[str]) -> Iterator[Given]:
     Raises:
         ConfigurationError: If an option lacks its value.
     """
-    rest = [*args]
-    while rest:
-        option, equals, text = rest.pop(0).partition("=")
-        if option in _FLAGS or not option.startswith("-"):
+    for arg in args:
+        option, equals, text = arg.partition("=")
+        if option in FLAGS or not option.startswith("-"):
             continue
-        if not equals and rest and not rest[0].startswith("--"):
-            equals, text = "=", rest.pop(0)
-        name = option.lstrip("-").removesuffix(".help")
-        if option in ("--config", "-c"):
-            name = ""
+        name = "" if option == "--config" else option.lstrip("-").removesuffix(".help")
         if equals:
-            parts = (part.rstrip("+") for part in name.split(".") if part != "init_args")
+            parts = (part for part in name.split(".") if part != "init_args")
             yield from _inside(*_read(text, not name), ".".join(parts))
         elif not option.endswith(".help"):
             raise ConfigurationError(f"{name or 'config'}: a value is missing")
@@ -284,47 +214,48 @@ def _read(text: str, is_config: bool) -> tuple[str, Any]:
     return "", None if text in ("null", "None") else text if plain else load(text)
 
 
-def _inside(where: str, value: Any, name: str) -> Iterator[Given]:
+def _inside(file: str, value: Any, name: str) -> Iterator[Given]:
     """Yield the options inside the value of another option, each class before its options."""
     if isinstance(value, dict):
         for key in sorted(value, key="class_path".__ne__):
-            inner = "" if key in ("class_path", "init_args") else str(key).rstrip("+")
-            yield from _inside(where, value[key], ".".join(filter(None, (name, inner))))
+            if key == "class_path":
+                yield file, name, value[key]
+            else:
+                whose = name.rstrip("+")
+                parts = (whose, "" if key == "init_args" else str(key))
+                yield from _inside(file, value[key], ".".join(filter(None, parts)))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        if not name.endswith("+"):
+            yield file, name, None
         for item in value:
-            yield from _inside(where, item, name)
+            yield from _inside(file, item, f"{name.rstrip('+')}+")
     else:
-        yield Given(where, name, value)
+        yield file, name, value
 
 
-def _found(path: str) -> Any:
-    """Return the object of an import path or short name, or ``None``.
+def _why_no_class(path: str, kinds: tuple[type, ...]) -> str:
+    """Return why an option can't take an import path or short name, with a similar name.
 
-    Raises:
-        ConfigurationError: If the module can't be imported.
+    Args:
+        path: The import path or short name.
+        kinds: The classes that the option takes.
     """
-    if path.isidentifier():
-        return {kind.__name__: kind for kind in _subclasses(_KINDS)}.get(path)
-    try:
-        return resolve_name(path)
-    except AttributeError:
-        return None
-    except Exception as error:
-        raise ConfigurationError(cause_of(error)) from error
-
-
-def _no_class(name: str) -> str:
-    """Return a message that a class does not exist, with a similar name."""
-    module, _, last = name.rpartition(".")
-    known = {kind.__name__: kind.__name__ for kind in _subclasses(_KINDS)}
+    known = {kind.__name__: kind.__name__ for kind in _subclasses(kinds)}
+    module, _, last = path.rpartition(".")
     if module:
-        there = named(module)
-        known = (
-            {n: f"{module}.{n}" for n, value in vars(there).items() if callable(value)}
-            if there
-            else {}
-        )
-    return no_class(name, [known[close] for close in closest(last, known)])
+        try:
+            found = resolve_name(path)
+        except AttributeError:
+            found = None
+        except Exception as error:  # a module may raise anything
+            return cause_of(error)
+        if inspect.isfunction(found):
+            return f"{path} can't be used: is it a function that declares what it returns?"
+        there = vars(named(module) or object)
+        known = {name: f"{module}.{name}" for name, value in there.items() if callable(value)}
+    known.pop(last, None)
+    meant = question([known[close] for close in closest(last, known)])
+    return f"{path} is not a class that this option takes{meant}"
 
 
 def _subclasses(kinds: Iterable[type]) -> Iterator[type]:
@@ -346,7 +277,6 @@ def _classes(hint: Any) -> Iterator[type]:
             yield from _classes(part)
 
 
-def _is_function(hint: Any) -> bool:
-    """Return whether an annotation accepts a function. Then a class is called later."""
-    kinds = (hint, *get_args(hint))
-    return any(get_origin(kind) is collections.abc.Callable for kind in kinds)
+def _short(error: Exception) -> str:
+    said = one_line(str(error))
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."

@@ -62,7 +62,7 @@ class FederationParser(LightningArgumentParser):
     ) -> Namespace:
         """Parse arguments as usual."""
         if args is not None:
-            args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
+            args = [re.sub("=None$", "=null", arg) for arg in args]
         return super().parse_args(args, *more, **options)
 
     def parse_run(self, args: Sequence[str], commands: Mapping[str, FederationParser]) -> Namespace:
@@ -71,7 +71,7 @@ class FederationParser(LightningArgumentParser):
         Options of a callback by its class are set last, independent of their place on the line.
 
         Args:
-            args: The arguments.
+            args: The arguments ``--option=value``.
             commands: The parser of each command.
 
         Raises:

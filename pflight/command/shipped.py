@@ -19,7 +19,8 @@ def configs() -> dict[str, Path]:
     """Return the files by their paths for ``--config``, such as ``configs/quickstart.yaml``."""
     folder = Path(str(files("pflight.configs")))
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
-    return {f"configs/{name}": found[name] for name in sorted(found, key=_folders_last)}
+    names = sorted(found, key=lambda name: (name.count("/"), name))  # folders last
+    return {f"configs/{name}": found[name] for name in names}
 
 
 def summary(config: Path) -> str:
@@ -53,7 +54,3 @@ def no_config(path: str) -> str:
     meant = meant or [by_name[stem] for stem in closest(PurePosixPath(path).stem, by_name)]
     end = question(meant) or ", and pflight ships none like it"
     return f"there is no config file {path!r}{end}"
-
-
-def _folders_last(name: str) -> tuple[int, str]:
-    return name.count("/"), name

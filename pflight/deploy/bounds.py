@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pflight.command.deploy_command import MAX_SAMPLES
+from pflight.command.arguments import MAX_SAMPLES
 
 from .messages import MessageError
 

@@ -12,9 +12,9 @@ import torch
 
 from pflight.errors import ConfigurationError
 from pflight.runs.checkpoint import is_whole
-from pflight.runs.files import replacing
+from pflight.runs.files import replacing, sync
 from pflight.runs.memory import ClientMemory
-from pflight.runs.memory_files import Slots, sync
+from pflight.runs.memory_files import Slots
 
 from .messages import MessageError
 

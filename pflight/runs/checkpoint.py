@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from pflight.errors import ConfigurationError
 
 from .files import full_disk, replacing
-from .memory_files import locate, named_by, sync
+from .memory_files import locate, named_by
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -49,22 +49,18 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def steps_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return the step of an undamaged checkpoint; ``None`` if a run can't resume from it."""
-    progress = _progress(path)
-    return progress and progress[0]
-
-
 def rounds_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return the number of rounds before an undamaged checkpoint; ``None`` if it can't be resumed.
+    """Return the number of rounds of :func:`progress`."""
+    found = progress(path)
+    return found and found[1]
 
-    If the checkpoint is not of a federation, return the number of epochs.
+
+def progress(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Return the steps and the rounds before an undamaged checkpoint.
+
+    If the checkpoint is not of a federation, its epochs count as rounds. If a run can't be resumed
+    from the checkpoint, return ``None``.
     """
-    progress = _progress(path)
-    return progress and progress[1]
-
-
-def _progress(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if "loops" not in checkpoint:
@@ -88,15 +84,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with named_by(target, memory_of(checkpoint)):
-            with replacing(target) as partial:
-                try:
-                    with partial.open("wb") as file:
-                        torch.save(checkpoint, file)
-                except RuntimeError as error:  # torch's form of an OSError
-                    raise full_disk(error) or error from None
-                sync(partial)
-            sync(target.parent)
+        named = named_by(target, memory_of(checkpoint))
+        with named, replacing(target, durable=True) as partial:
+            try:
+                with partial.open("wb") as file:
+                    torch.save(checkpoint, file)
+            except RuntimeError as error:  # torch's form of an OSError
+                raise full_disk(error) or error from None
 
     def load_checkpoint(
         self,

@@ -21,7 +21,7 @@ def partial_of(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
+def replacing(path: Path, shared: bool = False, durable: bool = False) -> Iterator[Path]:
     """Yield a path beside a file to write to. At the end the new file replaces the old one.
 
     A kill leaves the old file or the new one. An error leaves the old file.
@@ -29,15 +29,29 @@ def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
     Args:
         path: The file.
         shared: Whether other processes may write it at the same time, also on other machines.
+        durable: Whether to wait until the file has reached the disk.
     """
     partial = partial_of(path.with_name(f"{path.name}.{uuid4().hex}") if shared else path)
     try:
         yield partial
+        if durable:
+            sync(partial)
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

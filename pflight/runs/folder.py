@@ -18,10 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pflight.errors import ConfigurationError, TakenError
 
-from .checkpoint import is_whole, rounds_so_far, steps_so_far
+from .checkpoint import is_whole, progress
 from .files import partial_of, replacing
 from .locks import hold, holder, release
-from .memory_files import MEMORY, TABLES, clear, is_needed, sync
+from .memory_files import MEMORY, TABLES, clear, is_needed
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
@@ -90,8 +90,8 @@ class RunFolder:
 
     def rounds_saved(self) -> int | None:
         """Return the number of rounds, or epochs, before the newest checkpoint, if any."""
-        found = map(rounds_so_far, [*self.checkpoints.glob("*.ckpt"), *self.requeued()])
-        return max((rounds for rounds in found if rounds is not None), default=None)
+        found = map(progress, [*self.checkpoints.glob("*.ckpt"), *self.requeued()])
+        return max((one[1] for one in found if one is not None), default=None)
 
     def has_run(self) -> bool:
         """Return whether there are results of a round: a checkpoint, a logged scalar, a picture.
@@ -316,9 +316,9 @@ class RunFolder:
     def _newest(self, last: Path) -> Path | None:
         """Return the newest undamaged checkpoint to resume from; if equally new, ``last``."""
         files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
-        steps = {path: steps_so_far(path) for path in files}
-        damaged = [path for path in files if steps[path] is None and not is_whole(path)]
-        found = [(step, path == last, path) for path, step in steps.items() if step is not None]
+        steps = {path: done[0] for path in files if (done := progress(path)) is not None}
+        damaged = [path for path in files if path not in steps and not is_whole(path)]
+        found = [(step, path == last, path) for path, step in steps.items()]
         newest = None
         for _, _, path in sorted(found, reverse=True):
             if is_whole(path):
@@ -334,7 +334,7 @@ class RunFolder:
                 )
             return None
         if newest != last and last not in damaged:
-            why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
+            why.append(f"{last.name} is older" if last in files else f"there is no {last.name}")
         if why:
             which = f"{newest.name}, the newest undamaged checkpoint in {newest.parent}"
             rank_zero_warn(f"{', '.join(why)}: using {which}")
@@ -377,10 +377,8 @@ class RunFolder:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file atomically."""
-    with replacing(path) as partial:
+    with replacing(path, durable=True) as partial:
         partial.write_text(text, encoding="utf-8")
-        sync(partial)
-    sync(path.parent)
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:

@@ -16,6 +16,7 @@ from pflight.errors import ConfigurationError
 from pflight.states.state import entries
 
 from .distributed import gather, gather_to_first
+from .files import sync
 from .memory_files import (
     MEMORY,
     Entry,
@@ -32,7 +33,6 @@ from .memory_files import (
     named_rows,
     rows_of,
     sweep,
-    sync,
     table_of,
     tensors,
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 
+from .files import replacing
 from .locks import hold
 
 if TYPE_CHECKING:
@@ -234,15 +235,6 @@ def _unreadable(path: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(f"can't read the client memory in {path}: {error.strerror}")
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, has reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # Checkpoints and their rows
 
 
@@ -267,11 +259,13 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     shown = _seen_from(folder, checkpoint)
     tables = folder / TABLES
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
-    before = set(tables.glob(f"{stem}-*"))
+    before = set(tables.glob(f"*{stem}-*"))  # also of a write that was killed
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
     try:
         tables.mkdir(exist_ok=True)
-        _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
+        content = json.dumps({"checkpoint": shown, "rows": named_rows(memory)}).encode()
+        with replacing(path, durable=True) as partial:
+            partial.write_bytes(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode())
     except OSError as error:
         raise ConfigurationError(
             f"can't write the client memory in {folder}: {error.strerror}"
@@ -391,20 +385,6 @@ def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if path.suffix in (_NEXT, _WRITTEN):
             with suppress(FileNotFoundError):  # it was just removed
                 yield path, _read_table(path)
-
-
-def _write_table(path: Path, table: dict[str, Any]) -> None:
-    """Write a table and its checksum. A kill leaves the whole file or none."""
-    content = json.dumps(table).encode()
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_bytes(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode())
-        sync(partial)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
 
 
 @lru_cache(maxsize=32)

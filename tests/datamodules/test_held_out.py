@@ -80,6 +80,6 @@ def test_a_share_out_of_range(share: float) -> None:
 
 
 def test_what_needs_data_that_are_set_up_is_not_offered_by_name() -> None:
-    names = [entry.name for entry in catalogue.data()]
+    names = [entry.name for entry in catalogue.entries("data")]
     assert "KnownClusters" in names
     assert "HeldOut" not in names

@@ -1,4 +1,4 @@
-"""The command ``pflight deploy``."""
+"""Arguments of ``pflight compare``, ``report`` and ``deploy``, and the types of values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,96 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from .catalogue import no_method
+from .combined import no_modifier, parts_of
+from .shipped import find_config, no_config
 
 MAX_SAMPLES = 10**7
 """The default limit for the number of samples that a node declares in a split."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands: server, client, certificates and a demo."""
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``pflight compare``."""
+    parser.set_defaults(function="pflight.experiments.command:compare_and_print")
+    add, number = parser.add_argument, _positive(int)
+    add(
+        "--config",
+        "-c",
+        nargs="+",
+        action="extend",
+        required=True,
+        type=_config,
+        metavar="FILE",
+        help="configurations of data, clients and trainer: all but the method",
+    )
+    add(
+        "--methods",
+        "-m",
+        nargs="+",
+        action="extend",
+        required=True,
+        type=_method,
+        metavar="METHOD",
+        help="names, as `pflight list methods` shows them, `all` of these, or configurations of "
+        "your own; with modifiers as in fesem+private_head (`pflight list modifiers`)",
+    )
+    add("--seeds", type=number, default=3, metavar="N", help="how many, from 0 (default: 3)")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="OPTION=VALUE,...",
+        help="an option of all runs or, with several values, one that tells rows apart: "
+        "trainer.max_epochs=30 model.local_epochs=1,5",
+    )
+    add(
+        "--tune",
+        nargs="+",
+        metavar="trials=N",
+        help="choose each method's options by N trials on validation samples of other seeds; "
+        "also seeds=N (default: 1) and sampler=tpe or random",
+    )
+    add("--jobs", "-j", type=number, default=1, metavar="N", help="runs side by side (default: 1)")
+    add("--out", default="results", metavar="FOLDER", help="where all is kept (default: results)")
+    _add_to_both(parser)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``pflight report``."""
+    parser.set_defaults(function="pflight.experiments.command:report_and_print")
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        metavar="FOLDER",
+        help="run folders, or those of comparisons, which may go on",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where tables and figures are written (default: nowhere)"
+    )
+    _add_to_both(parser)
+
+
+def _add_to_both(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the contents of a table."""
+    parser.add_argument(
+        "--baseline",
+        metavar="METHOD",
+        help="with which the others are compared (default: the best)",
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="VALUE",
+        help="of the metric that chooses rounds: when is it reached, after how many bytes?",
+    )
+
+
+def add_deploy(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``pflight deploy``: server, client, certificates and a demo."""
+    parser.set_defaults(function="pflight.deploy.command:deploy")
     commands = parser.add_subparsers(dest="work", required=True, metavar="command")
     server = commands.add_parser(
         "server",
@@ -50,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-share",
-        type=_share,
+        type=_positive(float, 1, "share: give a number over 0, and at most 1"),
         metavar="SHARE",
         help="of the weight of a mean that a node may have, such as 0.2 (default: no bound)",
     )
@@ -101,19 +184,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--key", type=_name, metavar="NAME", help="make a node's key, and nothing else")
 
 
-def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return a type for positive numbers."""
+def _positive(
+    kind: Callable[[str], float], most: float = math.inf, expected: str = "positive number"
+) -> Callable[[str], Any]:
+    """Return a type for the positive numbers of an argument.
+
+    Args:
+        kind: ``int`` or ``float``.
+        most: The largest number that is allowed.
+        expected: What the message calls such a number.
+    """
 
     def number(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        if not 0 < value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no {expected}")
         return value
 
     return number
+
+
+_port = _positive(int, 65535, "port: give a number from 1 to 65535")
 
 
 def _name(text: str) -> str:
@@ -123,20 +217,6 @@ def _name(text: str) -> str:
             f"{text} is no name of a key: give letters, digits and . _ - @ +, as in hospital-a"
         )
     return text
-
-
-def _share(text: str) -> float:
-    """Return a share, above 0 and at most 1."""
-    if (share := _positive(float)(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share: give a number over 0, and at most 1")
-    return share
-
-
-def _port(text: str) -> int:
-    """Return the number of a port."""
-    if not (text.isdecimal() and 0 < int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text} is no port: give a number from 1 to 65535")
-    return int(text)
 
 
 def _address(text: str) -> str:
@@ -149,8 +229,19 @@ def _address(text: str) -> str:
     return f"{found[1]}:{_port(found[2])}"
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run a subcommand."""
-    from pflight.deploy.command import deploy
+def _config(path: str) -> str:
+    if find_config(path) is None:
+        raise argparse.ArgumentTypeError(no_config(path))
+    return path
 
-    deploy(options)
+
+def _method(name: str) -> str:
+    method, modifiers = parts_of(name)
+    for one in modifiers:
+        if reason := no_modifier(one):
+            raise argparse.ArgumentTypeError(reason)
+    if method != "all" and find_config(f"configs/algorithm/{method}.yaml") is None:
+        if not method.endswith((".yaml", ".yml")):
+            raise argparse.ArgumentTypeError(no_method(method))
+        _config(method)
+    return name
