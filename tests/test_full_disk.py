@@ -16,7 +16,7 @@ from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
 from pflight.command.cli import main
 from pflight.command.commands import parser as front_door
-from pflight.experiments.command import compare_and_print
+from pflight.experiments.comparing import compare_and_print
 from pflight.experiments.jobs import Jobs
 from pflight.experiments.worker import make
 from pflight.runs.checkpoint import AtomicCheckpointIO

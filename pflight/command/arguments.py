@@ -19,7 +19,7 @@ MAX_SAMPLES = 10**7
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``pflight compare``."""
-    parser.set_defaults(function="pflight.experiments.command:compare_and_print")
+    parser.set_defaults(function="pflight.experiments.comparing:compare_and_print")
     add, number = parser.add_argument, _positive(int)
     add(
         "--config",
@@ -66,7 +66,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``pflight report``."""
-    parser.set_defaults(function="pflight.experiments.command:report_and_print")
+    parser.set_defaults(function="pflight.experiments.comparing:report_and_print")
     parser.add_argument(
         "folders",
         nargs="+",
