@@ -200,8 +200,8 @@ class TestList:
         for section in SECTIONS:
             for one in found[section]:
                 if section != "configs" or not one["name"].startswith("algorithm/"):
-                    (line,) = (line for line in lines if line.startswith(f"{one['name']} "))
-                    assert line.endswith(one["summary"])
+                    named = [line for line in lines if line.startswith(f"{one['name']} ")]
+                    (_,) = (line for line in named if line.endswith(one["summary"]))
 
     def test_in_80_columns(self, capsys, monkeypatch):
         whole = listed(capsys).splitlines()
