@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
+import lightning as L
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.data.loaders import Split
-from pflight.method import Pass
+from pflight.method import Pass, Phase
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
-from pflight.states.state import entries, rows
+from pflight.states.state import StateLayout, entries, rows
 from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
 from .client_setup import ClientSetup
@@ -156,3 +157,61 @@ def what_is_odd(state: TensorDict) -> str:
 def _sums(leaf: Tensor) -> Tensor:
     precise = torch.promote_types(leaf.dtype, torch.float32)
     return rows(leaf).sum(dim=1, dtype=precise)  # faster than a norm
+
+
+@contextmanager
+def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None) -> Iterator[None]:
+    """Freeze the parameters that rest in a phase. Layers with only these are in evaluation mode."""
+    if phase is None:
+        yield
+        return
+    awake, parameters = {*phase.names}, dict(module.named_parameters())
+    rest = [p for n, p in parameters.items() if n not in awake and p.requires_grad]
+    layers = [
+        module.get_submodule(layer)
+        for layer, names in layout.layers.items()
+        if awake.isdisjoint(names) and not any(name in layout.own for name in names)
+    ]
+    parts = [part for part in layers if part.training]
+    for parameter in rest:
+        parameter.requires_grad = False
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for parameter in rest:
+            parameter.requires_grad = True
+        for part in parts:
+            part.training = True
+
+
+@contextmanager
+def paced(
+    groups: Sequence[dict[str, Any]], phase: Phase | None, pace: Callable[[Any], None]
+) -> Iterator[None]:
+    """Set the learning rate of an optimizer's groups to the phase's, if it has one.
+
+    Args:
+        groups: The groups of the optimizer.
+        phase: The phase.
+        pace: Multiplies the learning rates of groups by the round's decay.
+    """
+    if phase is None or phase.lr is None:
+        yield
+        return
+    own = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = phase.lr
+    pace(groups)
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, own, strict=True):
+            group["lr"] = lr
+
+
+def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:
+    """Return the phase of an epoch."""
+    begun = [phase for phase in phases or () if phase.first <= epoch]
+    return begun[-1] if begun else None

@@ -22,8 +22,8 @@ from pflight.engines.stacked.probe import has_sample_losses
 from pflight.errors import ConfigurationError
 
 from .base import Engine
+from .check import Operations, count_operations
 from .client_setup import ClientSetup
-from .operations import Operations, count_operations
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 

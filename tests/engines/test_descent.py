@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from pflight.callbacks import FedAvg
-from pflight.engines.alone.descent import Descent
-from pflight.engines.phases import paced
+from pflight.engines.alone.training import Descent
+from pflight.engines.base import paced
 from pflight.method import Phase
 from pflight.models import Classifier
 from tests.runs import linear_client, run, sgd, small_data

@@ -17,7 +17,6 @@ from pflight.data.loaders import Split, Visit
 from pflight.engines.base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
 from pflight.engines.check import check_client
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.outputs import Samples, evaluate_task
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
 from pflight.method import Pass
@@ -32,10 +31,14 @@ from pflight.states.updates import (
     Kept,
     Predictions,
 )
+from pflight.task import Task
 
-from .models import LocalModels
+from .client import LocalModels
 from .training import ClientTraining
 from .visits import evaluation_visits, gradient_visits, training_visits, visits_to
+
+Samples = dict[int, list[Tensor]]
+"""Clients' inputs and targets, by row."""
 
 
 class SequentialEngine:
@@ -218,17 +221,81 @@ class SequentialEngine:
         """See :class:`~pflight.engines.base.Engine`."""
         if self.setup.task is None:
             return self._evaluate_by_steps(clients, states, split)
-        return evaluate_task(
-            self.setup,
-            clients,
-            split,
-            attempt=self.attempt,
-            at_once=lambda samples: self.outputs_of_one(states, samples),
-            alone=lambda row, x: self.outputs(_row(states, row), x),
-            operations=self.operations,
-        )
+        return self._evaluate_task(self.setup.task, clients, states, split)
 
-    def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _evaluate_task(
+        self, task: Task, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation, list[ClientFailure]]:
+        """Return the outputs of the clients ``[C]``, and the clients without outputs.
+
+        A client fails if its samples can't be read, its targets are wrong, its model raises an
+        error, or its losses are not finite.
+        """
+        setup, ids, failures = self.setup, clients.tolist(), list[ClientFailure]()
+        count = int(setup.data.num_samples(split)[clients.cpu()].sum())
+        few = self.operations * max(count, 1) < ONE_THREAD
+        with threads(1 if few else torch.get_num_threads()):
+            samples = self._samples(task, ids, split, failures)
+            together = samples and setup.client_timeout is None
+            outputs = self.outputs_at_once(states, samples) if together else None
+            if outputs is None:
+                outputs = {}
+                for row, (x, y) in samples.items():
+                    with self.attempt(ids[row], failures):
+                        given = self._outputs(_row(states, row), x)
+                        task.check_outputs(given, y)
+                        outputs[row] = given
+            evaluation = self._joined(task, clients, samples, outputs)
+        finite = evaluation.losses.isfinite()
+        if not finite.all():
+            odd = evaluation.clients[~finite].unique()
+            reason = "the outputs of its model, or their losses, are NaN or infinite"
+            failures += [ClientFailure(client, reason) for client in odd.tolist()]
+            sound = ~torch.isin(evaluation.clients, odd)
+            evaluation = Evaluation(*(column[sound] for column in evaluation))
+        return evaluation, failures
+
+    def _samples(
+        self, task: Task, ids: list[int], split: Split, failures: list[ClientFailure]
+    ) -> Samples:
+        """Return the samples of some clients by row, and note the clients that fail."""
+        setup = self.setup
+        if setup.client_timeout is None:
+            try:
+                samples = {row: setup.samples(client, split) for row, client in enumerate(ids)}
+                if samples:
+                    task.check_targets(torch.cat([y for _, y in samples.values()]))
+                return samples
+            except STOPS:
+                raise
+            except BaseException:  # the loop below finds the client
+                pass
+        samples = {}
+        for row, client in enumerate(ids):
+            with self.attempt(client, failures):
+                x, y = setup.samples(client, split)
+                task.check_targets(y)
+                samples[row] = [x, y]
+        return samples
+
+    def _joined(
+        self, task: Task, clients: Tensor, samples: Samples, outputs: dict[int, Tensor]
+    ) -> Evaluation:
+        """Return the outputs of all clients as one."""
+        device = self.device
+        counts = torch.tensor([len(part) for part in outputs.values()], dtype=torch.long)
+        owners = clients.cpu()[list(outputs)].repeat_interleave(counts).to(device)
+        if not outputs:
+            nothing = torch.empty(0, device=device)
+            return Evaluation(owners, nothing, self.setup.example[1][:0], nothing)
+        given = torch.cat(list(outputs.values()))
+        if given.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
+            given = given.float()
+        targets = torch.cat([samples[row][1] for row in outputs])
+        return Evaluation(owners, given, targets, task.losses(given, targets))
+
+    def _outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the outputs of a client's model for its inputs, in evaluation mode."""
         module = self.models.evaluated(state)
         with self.setup.forward_context():
@@ -237,8 +304,11 @@ class SequentialEngine:
             given = (part.clone() if self._changes_input else part for part in parts)
             return torch.cat([module(part) for part in given])
 
-    def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
-        """Return the outputs of clients with the same model, by row; else ``None``."""
+    def outputs_at_once(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients by row, or ``None`` if models or samples forbid it.
+
+        Clients with the same model share a pass.
+        """
         if not are_one(states[name] for name in self.setup.layout.names):
             return None
         task = self.setup.task
@@ -246,7 +316,7 @@ class SequentialEngine:
         counts = [len(y) for _, y in samples.values()]
         try:
             x, y = (torch.cat(leaves) for leaves in zip(*samples.values(), strict=True))
-            outputs = self.outputs(_row(states, 0), x)
+            outputs = self._outputs(_row(states, 0), x)
             task.check_outputs(outputs, y)
         except STOPS:
             raise

@@ -29,25 +29,25 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pflight.engines.lightning_parts import (
-    Feed,
-    Loader,
-    LocalStrategy,
-    Results,
-    Step,
-    needing_optimizers,
-    never_synchronise,
-    no_clipping,
-    no_hint,
-    quiet,
-)
 from pflight.errors import ConfigurationError
 from pflight.history import Logs
 from pflight.method import Batches
 from pflight.metrics.pooling import Seen
 from pflight.states.head import step_extra
 
-from .manual_penalty import Penalty, penalise
+from .lightning_parts import (
+    Feed,
+    Loader,
+    LocalStrategy,
+    Penalty,
+    Results,
+    Step,
+    needing_optimizers,
+    no_clipping,
+    no_hint,
+    penalise,
+    quiet,
+)
 
 _BATCH_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
 STEP_HOOKS = (
@@ -142,13 +142,17 @@ class ModuleTrainer:
             progress.reset()
         epochs._batches_that_stepped = 0
         trainer._logger_connector.reset_metrics()
-        self._results.forget()
-        never_synchronise(module)
+        self._forget_logs()
         if self._bare is None:
             self._bare = self._is_bare(module)
             self._only_moves = type(self._strategy.precision_plugin) is Precision and not any(
                 is_overridden(hook, module) for hook in _BATCH_HOOKS
             )
+
+    def _forget_logs(self) -> None:
+        """Forget the logged values, and the metric objects of another copy."""
+        self._results.clear()
+        self._results.logs = {}
 
     def _is_bare(self, module: L.LightningModule) -> bool:
         """Return whether a module has no own hooks around its training steps."""
@@ -266,7 +270,7 @@ class ModuleTrainer:
         self._set_out(max_epochs, num_batches, max_batches)
         epochs, steps = loop.epoch_progress.current, loop.epoch_loop.automatic_optimization
         taken = steps.optim_progress.optimizer.step.total
-        results.forget()
+        self._forget_logs()
 
         def tell(epoch: int, step: int, size: int) -> None:
             epochs.completed, taken.completed, results.batch_size = epoch, step, size

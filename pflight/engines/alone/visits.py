@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pflight.data.loaders import Split, Visit
-from pflight.engines.client_setup import ClientSetup
-from pflight.engines.samples import check_order
+from pflight.engines.client_setup import ClientSetup, check_order
 from pflight.task import Task
 
 GRADIENT_BATCH = 512  # samples in one pass, if their number does not matter

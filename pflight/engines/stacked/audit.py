@@ -1,24 +1,161 @@
-"""Compares stacked clients with the same clients alone, in some rounds of the training."""
+"""Compares stacked clients with the same clients alone, before the start and in some rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.backends import cudnn
 
+from pflight.engines.alone.client import AloneClient, LocalModels
+from pflight.engines.base import resting
 from pflight.errors import ConfigurationError
-from pflight.method import Phase
+from pflight.method import PERSONAL, Phase
 from pflight.randomness import isolated
+from pflight.states.state import state_tensors
 
-from .exact import takes_tf32
-from .probe import Probe
 from .reasons import reason_of
-from .reference import alike
-from .stack import Columns, Mode
+from .stack import ANCHOR, MEMORY, Columns, Mode, Stack, no_logs
 from .steps import Group
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute with all bits of float32. A GPU's convolutions use TF32 by default.
+
+    TF32 has 10 bits. A stack and a client alone use different kernels, and so differ in the third
+    digit. Settings of single operations (``torch.backends.cudnn.conv.fp32_precision`` and the like)
+    are not changed.
+    """
+    with ExitStack() as at_end:
+        with suppress(RuntimeError):  # single operations differ
+            precision = torch.get_float32_matmul_precision()
+            if precision != "highest":
+                at_end.callback(torch.set_float32_matmul_precision, precision)
+                torch.set_float32_matmul_precision("highest")
+        with suppress(RuntimeError):
+            if cudnn.allow_tf32:
+                at_end.callback(setattr, cudnn, "allow_tf32", True)
+                cudnn.allow_tf32 = False
+        yield
+
+
+def takes_tf32(device: torch.device) -> bool:
+    """Return whether a device may compute float32 products in TF32, a GPU's default."""
+    if device.type != "cuda":
+        return False
+    try:
+        return cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # single operations differ
+        return True
+
+
+class Reference:
+    """A client alone.
+
+    Args:
+        stacked: The client module for many clients.
+        models: The client's models.
+
+    Attributes:
+        largest_gradient: Largest gradient of the client at the given weights; to be set by a trial.
+    """
+
+    def __init__(self, stacked: Stack, models: LocalModels) -> None:
+        self.stacked = stacked
+        self.models = models
+        self.setup = models.setup
+        self.largest_gradient = 0.0
+
+    def enter(self, mode: Mode, state: Mapping[str, Tensor]) -> list[AloneClient]:
+        """Return the models of a client in a state, with the client's inputs."""
+        layout, models = self.setup.layout, self.models
+        frozen = state_tensors(self.stacked.module)
+        start = {name: state.get(name, frozen.get(name)) for name in layout.names}
+        models.load(start, mode.anchored)  # type: ignore[arg-type]
+        client = models.client
+        if mode.remembers:
+            client.remembered = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
+        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
+            getattr(client, name).copy_(state[name])
+        for model in models.clients:
+            model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
+            if mode.anchored:
+                model.set_anchor({n: state[f"{ANCHOR}{n}"] for n in self.stacked.live})
+            if "class_counts" in state:
+                model.class_counts = state["class_counts"]
+        return models.clients
+
+    def gradients(
+        self,
+        mode: Mode,
+        state: Mapping[str, Tensor],
+        leaves: list[Tensor],
+        phase: Phase | None = None,
+        steps: bool = False,
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Return the gradients of the parameters in a state, and the loss.
+
+        Args:
+            mode: The inputs of the training.
+            state: The client's state and inputs.
+            leaves: The tensors of a batch.
+            phase: The phase, with the parameters that train.
+            steps: Whether to use the loss of a training step.
+        """
+        assert self.setup.form is not None
+        batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
+        gradients: dict[str, Tensor | None] = {}
+        total = torch.zeros((), device=self.setup.device)
+        for model in self.enter(mode, state):
+            prefix = PERSONAL if model.shared is not None else ""
+            with resting(model.module, self.setup.layout, phase):
+                own = (
+                    model.loss(batch, len(leaves[0]))
+                    if steps
+                    else model.client_method.objective(model, batch)
+                )
+                if own is None:
+                    raise RuntimeError("its training_step returned no loss")
+                total = total + own.detach()
+                weights = {name: w for name, w in model.weights.items() if w.requires_grad}
+                parts = torch.autograd.grad(own, list(weights.values()), allow_unused=True)
+            names = (f"{prefix}{name}" for name in weights)
+            gradients.update(zip(names, parts, strict=True))
+        return gradients, total
+
+
+def alike(
+    stacked: Columns,
+    losses: Tensor,
+    alone: Sequence[tuple[Mapping[str, Tensor | None], Tensor]],
+    tolerance: float,
+    smallest: float = 0.0,
+) -> bool:
+    """Return whether the rows of stacked gradients and losses equal those of single clients.
+
+    Args:
+        stacked: Stacked gradients ``[C, ...]``.
+        losses: Stacked losses ``[C]``.
+        alone: Gradients and loss of each client alone.
+        tolerance: Tolerated difference, relative to a client's largest gradient.
+        smallest: Lower bound of the largest gradient in this comparison.
+    """
+    for row, (gradients, loss) in enumerate(alone):
+        if not (losses[row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
+            return False
+        known = {name: g for name, g in gradients.items() if g is not None and g.numel()}
+        scale = max([smallest, *(float(g.abs().max()) for g in known.values())])
+        for name, gradient in known.items():
+            difference = (stacked[name][row] - gradient).abs().max()
+            if not difference <= tolerance * scale + 1e-6:
+                return False
+    return True
+
 
 _ODD, _ODD_IN_HALF = 5e-2, 0.3  # tolerated difference, relative to the largest gradient
 _VANISHED = 1e-3  # smaller gradients are rounding, relative to the largest one at the start
@@ -47,14 +184,14 @@ class Audit:
     The audit is due in the 1st, 2nd, 4th, 8th round and so on, until a client has been compared.
 
     Args:
-        probe: The probe that has tried the client.
+        reference: The client alone.
 
     Attributes:
         due: Whether the audit is due.
     """
 
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
         self.due = False
         self._round = -1  # the last round
         self._doubted = False  # whether the last client got other results alone
@@ -93,7 +230,7 @@ class Audit:
         Raises:
             ConfigurationError: If both clients get other results.
         """
-        stacked = self.probe.stacked
+        stacked = self.reference.stacked
         for row, (state, leaves) in selected.items():
             got = {name: gradient[row] for name, gradient in gradients.items()}
             found = Witness(stacked.mode, stacked.training_phase, state, leaves, got, losses[row])
@@ -105,7 +242,7 @@ class Audit:
             except Exception as error:
                 why = f"fails alone: {reason_of(error)}"
             if self._doubted:
-                name = type(self.probe.setup.client).__name__
+                name = type(self.reference.setup.client).__name__
                 raise ConfigurationError(
                     f"round {self._round}: a {name} that trained together with others {why}, as "
                     "with numbers that it keeps outside of its tensors and that change from call "
@@ -120,9 +257,9 @@ class Audit:
         Rounding errors of vanishing gradients are ignored: the tolerance is relative to the largest
         gradient of now and of the start.
         """
-        setup = self.probe.setup
+        setup = self.reference.setup
         with isolated(setup.device), torch.enable_grad():
-            alone, loss = self.probe.reference.gradients(
+            alone, loss = self.reference.gradients(
                 found.mode, found.state, found.leaves, found.phase, steps=True
             )
         known = {n: g for n, g in alone.items() if g is not None and n in found.gradients}
@@ -139,5 +276,5 @@ class Audit:
             found.loss[None],
             [(known, loss)],
             tolerance,
-            _VANISHED * self.probe.largest_gradient,
+            _VANISHED * self.reference.largest_gradient,
         )

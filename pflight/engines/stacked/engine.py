@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pflight.data.loaders import Split
 from pflight.engines.alone.copies import ready
-from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.alone.engine import Samples, SequentialEngine
 from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.outputs import Samples, evaluate_task
 from pflight.method import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
@@ -27,16 +26,12 @@ from pflight.states.updates import (
 )
 
 from .audit import Audit
-from .chunk import Chunk, StackedCohort, Work
-from .evaluation import StackedEvaluation
-from .passes import StackedPasses, same
-from .probe import Probe
+from .evaluation import StackedEvaluation, StackedPasses, same
+from .probe import Probe, trial_batches, trial_samples
 from .reasons import reason_of
 from .stack import Mode, Stack
 from .steps import Plan, rows_per_call
-from .training import StackedTraining
-from .trial import trial_batches, trial_samples
-from .workspace import Workspace
+from .training import Chunk, StackedCohort, StackedTraining, Work, Workspace
 
 
 class VectorizedEngine(SequentialEngine):
@@ -71,13 +66,14 @@ class VectorizedEngine(SequentialEngine):
         setup.precision.convert_module(module).to(setup.device)
         self._stacked = Stack(module, setup.client_method, setup.layout)
         self._probe = Probe(self._stacked, self.models)
-        self._audit = Audit(self._probe)
+        self._audit = Audit(self._probe.reference)
         self._workspace = workspace = Workspace(setup.device)
         self._trainer = StackedTraining(setup, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
         self._passes = StackedPasses(setup, self._stacked)
         self._alone: set[type[Pass]] = set()  # passes that are no longer stacked
         self._warned = set() if warned is None else warned
+        self._not_at_once = ""  # why clients of an evaluation ran one by one
 
     # Before the start
 
@@ -271,36 +267,26 @@ class VectorizedEngine(SequentialEngine):
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setup.task is None:
-            return super().evaluate(clients, states, split)
-        reasons: list[str] = []  # why clients ran one by one
-        names = self.setup.layout.names
-
-        def at_once(samples: Samples) -> dict[int, Tensor] | None:
-            if not self.stacks_evaluation or are_one(states[name] for name in names):
-                return self.outputs_of_one(states, samples)
-            try:
-                return self._evaluation.outputs(states, samples)
-            except STOPS:
-                raise
-            except BaseException as error:
-                reasons.append(reason_of(error))
-                return None
-
-        evaluation, failures = evaluate_task(
-            self.setup,
-            clients,
-            split,
-            attempt=self.attempt,
-            at_once=at_once,
-            alone=lambda row, x: self.outputs({n: states[n][row] for n in names}, x),
-            operations=self.operations,
-        )
-        if reasons and not failures:  # otherwise the failed clients are the cause
+        self._not_at_once = ""
+        evaluation, failures = super().evaluate(clients, states, split)
+        if self._not_at_once and not failures:  # otherwise the failed clients are the cause
             name = type(self.setup.client).__name__
-            self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
+            self.warn_once(f"{name} is evaluated one by one from here on: {self._not_at_once}")
             self.stacks_evaluation = False
         return evaluation, failures
+
+    def outputs_at_once(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients by row, also of different models; else ``None``."""
+        names = self.setup.layout.names
+        if not self.stacks_evaluation or are_one(states[name] for name in names):
+            return super().outputs_at_once(states, samples)
+        try:
+            return self._evaluation.outputs(states, samples)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._not_at_once = reason_of(error)
+            return None
 
     # Passes
 

@@ -3,29 +3,133 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from pflight.engines.alone.client import training_step
-from pflight.engines.alone.descent import steps_only
-from pflight.engines.alone.models import LocalModels
+from pflight.engines.alone.client import LocalModels, training_step
 from pflight.engines.alone.trainer import loss_of
+from pflight.engines.alone.training import steps_only
+from pflight.engines.client_setup import ClientSetup, are_finite
 from pflight.method import ClientMethod
 from pflight.randomness import isolated
 from pflight.states.state import state_tensors
+from pflight.states.updates import STOPS
 from pflight.task import Task, trains_as_a_task
 
-from .exact import without_tf32
-from .reasons import failure, reason_of
-from .reference import Reference, alike
+from .audit import Reference, alike, without_tf32
+from .reasons import DRAWS, failure, reason_of
 from .stack import ANCHOR, MEMORY, Columns, Mode, Stack
 from .steps import misfit
-from .untouched import left_alone
+
+_TRIAL = 8  # samples for trying a client
+_SIZES, _LARGEST = 8, 64  # number of tried batch sizes, and the largest size
+
+
+def trial_samples(setup: ClientSetup) -> list[Tensor]:
+    """Return a few samples of the largest client; if they can't be used, the example."""
+    data = setup.data
+    clients = data.train_clients
+    largest = clients[data.num_samples("train")[clients].argmax()]
+    try:
+        leaves = [leaf[:_TRIAL] for leaf in setup.samples(int(largest), "train")]
+    except STOPS:
+        raise
+    except BaseException:  # training will report it
+        leaves = setup.example
+    if not are_finite(leaves):
+        leaves = setup.example
+    return [leaf[:_TRIAL].clone() for leaf in leaves]
+
+
+def trial_batches(
+    setup: ClientSetup, samples: list[Tensor], counts: list[int]
+) -> list[list[Tensor]]:
+    """Return batches of sizes in use, mostly small ones: there clients may differ.
+
+    Args:
+        setup: The client module, its client method, and its data.
+        samples: The samples of the batches.
+        counts: The clients' numbers of samples.
+    """
+    found = {min(size, _LARGEST) for count in counts for size in setup.batch_sizes(count)}
+    sizes = sorted(found or {1})
+    places = (torch.arange(size) % len(samples[0]) for size in {*sizes[:_SIZES], sizes[-1]})
+    return [[leaf[place] for leaf in samples] for place in places]
+
+
+@contextmanager
+def left_alone(*modules: nn.Module) -> Iterator[list[str]]:
+    """Yield a list. At the end it names all changes.
+
+    Args:
+        modules: Modules with attributes that must not change.
+    """
+    touched: list[str] = []
+    generators, attributes = _generators(), list(map(_attributes, modules))
+    yield touched
+    if generators != _generators():
+        touched.append(DRAWS)
+    if not all(map(_same, attributes, map(_attributes, modules))):
+        touched.append("it sets attributes of itself while it trains")
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state(legacy=False)
+    drawn = numpy["state"]["pos"], numpy["state"]["key"].tobytes()
+    return random.getstate(), drawn, torch.get_rng_state().tolist()
+
+
+def _attributes(client: nn.Module) -> dict[tuple[Any, str], Any]:
+    """Return the attributes of all modules and their classes, and the globals that these use.
+
+    Each comes with its contents: a list or another object can change and stay the same object.
+    """
+    kinds = {kind for module in client.modules() for kind in type(module).__mro__}
+    owners = [*client.named_modules(), *((kind, kind) for kind in kinds)]
+    found = {
+        (name, attribute): value
+        for name, owner in owners
+        for attribute, value in vars(owner).items()
+        if attribute != "training"
+    }
+    for kind in kinds:
+        if kind.__module__.split(".")[0] in ("torch", "lightning", "pflight", "builtins"):
+            continue
+        for method in vars(kind).values():
+            if not isinstance(method, FunctionType):
+                continue
+            known = method.__globals__.keys() & method.__code__.co_names
+            found |= {(method, name): method.__globals__[name] for name in known}
+    return {place: (value, _contents(value)) for place, value in found.items()}
+
+
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | set):
+        return list(value)
+    if isinstance(value, ModuleType | FunctionType | nn.Module) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values()]
+
+
+def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
+    return before.keys() == after.keys() and all(
+        after[key][0] is value
+        and len(after[key][1]) == len(contents)
+        and all(map(operator.is_, after[key][1], contents))
+        for key, (value, contents) in before.items()
+    )
+
 
 _FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
 _TOLERANCE = 1e-2  # relative to the largest gradient; stacked arithmetic rounds differently
@@ -50,10 +154,6 @@ class Probe:
     Args:
         stacked: The client module for many clients.
         models: The models of a client alone, for the comparison.
-
-    Attributes:
-        largest_gradient: Largest gradient of a client alone at the given weights; known after
-            :meth:`obstacle`.
     """
 
     def __init__(self, stacked: Stack, models: LocalModels) -> None:
@@ -62,7 +162,6 @@ class Probe:
         self.setup = models.setup
         self.module = stacked.module
         self.reference = Reference(stacked, models)
-        self.largest_gradient = 0.0
 
     def declared_obstacle(self) -> str | None:
         """Return the property of a module that forbids stacking, in words, or ``None``."""
@@ -176,7 +275,7 @@ class Probe:
                 newcomers = self._alone(mode._replace(remembers=False), batches[0])
             given = [g for results in alone for g in results.gradients[0][0].values()]
             sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
-            self.largest_gradient = max([self.largest_gradient, *sizes])
+            self.reference.largest_gradient = max([self.reference.largest_gradient, *sizes])
         if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
             return f"whether {min(odd)} has a gradient depends on the size of the batch"
         if odd := _untouched(newcomers) ^ untouched[0]:

@@ -11,26 +11,55 @@ from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from lightning import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pflight.engines.alone.client import ClientModel, training_step
 from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
+from pflight.engines.base import resting
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.phases import resting
 from pflight.method import OWN, PERSONAL, Batches, ClientMethod, Part, Pass, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
 
-from .embeddings import CheckedEmbeddings
+from .autocast import StackedAutocast
+
+
+class CheckedEmbeddings(TorchFunctionMode):
+    """Makes the vector NaN for an index outside of an embedding's table.
+
+    Under ``vmap`` such an index is no error, but reads a vector of another client.
+
+    Example:
+        >>> with CheckedEmbeddings():
+        ...     F.embedding(torch.tensor([1, 2]), torch.tensor([[3.0], [4.0]])).flatten()
+        tensor([4., nan])
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not F.embedding:
+            return function(*args, **(kwargs or {}))
+        return _embed(*args, **(kwargs or {}))
+
+
+def _embed(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+    known = (input >= 0) & (input < len(weight))
+    vectors = F.embedding(input.clamp(0, len(weight) - 1), weight, *args, **options)
+    return torch.where(known.unsqueeze(-1), vectors, torch.nan)
+
 
 _ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
 
@@ -431,6 +460,13 @@ class StackedClient(ClientModel):
             return _step(module, unread)
         finally:
             del vars(module)["loss"]
+
+
+def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
+    """Return the context of stacked passes."""
+    if isinstance(setup.precision, MixedPrecision):
+        return StackedAutocast(torch.bfloat16)  # float16 is refused
+    return setup.forward_context()
 
 
 def _attention_on(device: torch.device) -> AbstractContextManager[None]:

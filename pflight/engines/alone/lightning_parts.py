@@ -1,4 +1,4 @@
-"""Parts of a client's Trainer that replace Lightning's own."""
+"""Parts of a client's Trainer that replace Lightning's own, and its penalties of manual steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
@@ -85,11 +86,6 @@ class Results(_ResultCollection):
         self.num_samples = 1
         self.directions: dict[str, bool] = {}
         self.seen: dict[str, Seen] = {}
-
-    def forget(self) -> None:
-        """Forget the logged values, and the metric objects of another copy."""
-        self.clear()
-        self.logs = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Take a value as Lightning does, and add it to the sums."""
@@ -176,17 +172,6 @@ def no_clipping(*_: Any, **__: Any) -> None:
     """Don't clip: the client method has its own optimizer, unknown to the module."""
 
 
-def never_synchronise(module: torch.nn.Module) -> None:
-    """Keep torchmetrics from adding up the counts of different ranks' clients."""
-    for part in module.modules():
-        if isinstance(part, Metric):
-            part.distributed_available_fn = _alone
-
-
-def _alone() -> bool:
-    return False
-
-
 def no_hint() -> None:
     """Replace Lightning's hint at modules in evaluation mode. Frozen modules are in this mode."""
 
@@ -202,3 +187,47 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+Penalty = Callable[[], Tensor | None]
+"""Returns the scalar to add to the loss, or nothing."""
+
+
+def penalise(optimizer: Optimizer, penalty: Penalty) -> None:
+    """Add a penalty's gradient to an optimizer's steps: after its closure, if it has one."""
+
+    def penalised(
+        _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = options.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            _add_gradient(optimizer, penalty)
+            return None
+
+        def with_penalty() -> Any:
+            output = closure()
+            _add_gradient(optimizer, penalty)
+            return output
+
+        return args[:1], {**options, "closure": with_penalty}
+
+    optimizer.register_step_pre_hook(penalised)
+
+
+@torch.enable_grad()
+def _add_gradient(optimizer: Optimizer, penalty: Penalty) -> None:
+    """Add the gradient of a penalty to the gradients of an optimizer's parameters."""
+    value = penalty()
+    if value is None:
+        return
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            held = parameter.grad
+            parameter.grad = gradient if held is None else held + gradient
