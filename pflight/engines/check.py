@@ -29,6 +29,17 @@ OF_A_MODULE = {*vars(nn.Module()), *vars(LightningModule())} | {"_hparams", "_tr
 """Attributes that every LightningModule has."""
 _THIN = 4  # input channels
 _DEEPEST = 20  # searched levels of attributes
+_IGNORED_HOOKS = {
+    "configure_callbacks": "the federation's Trainer has the callbacks",
+    "on_save_checkpoint": "the federation's Trainer writes the checkpoints",
+    "on_load_checkpoint": "the federation's Trainer reads the checkpoints",
+    "train_dataloader": "the data module gives the batches",
+    "val_dataloader": "the data module gives the batches",
+    "test_dataloader": "the data module gives the batches",
+    "predict_dataloader": "the data module gives the batches",
+    "teardown": "the module is set up once, and its copies come and go",
+}
+"""Hooks that no client calls, each with the reason."""
 
 
 class Operations(NamedTuple):
@@ -84,19 +95,6 @@ def count_operations(
 
 def _thin_operations(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     return 2 * math.prod(out_shape) * math.prod(weight[1:]) if weight[1] <= _THIN else 0
-
-
-_IGNORED_HOOKS = {
-    "configure_callbacks": "the federation's Trainer has the callbacks",
-    "on_save_checkpoint": "the federation's Trainer writes the checkpoints",
-    "on_load_checkpoint": "the federation's Trainer reads the checkpoints",
-    "train_dataloader": "the data module gives the batches",
-    "val_dataloader": "the data module gives the batches",
-    "test_dataloader": "the data module gives the batches",
-    "predict_dataloader": "the data module gives the batches",
-    "teardown": "the module is set up once, and its copies come and go",
-}
-"""Hooks that no client calls, each with the reason."""
 
 
 class Findings(NamedTuple):

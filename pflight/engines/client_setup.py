@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod
+from pflight.method import ClientMethod, Phase
 from pflight.states.state import StateLayout, resting_parts
 from pflight.states.updates import STOPS, ClientFailure
 from pflight.task import Task
@@ -33,6 +33,7 @@ from pflight.task import Task
 from .time_limit import check_timer, time_limit
 
 _ASKED = 5  # clients whose samples are read; one or two may be unusual
+_NAMED = 5  # clients in a message about many
 
 
 class Kind(NamedTuple):
@@ -118,7 +119,7 @@ def _is_pair(samples: Any) -> bool:
     )
 
 
-def checked(samples: Any, of_pairs: bool = True) -> Any:
+def checked(samples: Any, of_pairs: bool) -> Any:
     """Return a client's samples, checked: tensors of one length.
 
     Args:
@@ -159,9 +160,7 @@ def check_order(count: int, order: Tensor) -> None:
         raise ValueError(f"order() gives {len(order)} positions for {count} training samples")
 
 
-def usual_samples(
-    data: FederatedDataModule, of_pairs: bool = True, timeout: float | None = None
-) -> Any:
+def usual_samples(data: FederatedDataModule, of_pairs: bool, timeout: float | None) -> Any:
     """Return the training samples of a client, in the most frequent form.
 
     Only the first clients are read. Finite samples are preferred. Any of these clients may differ,
@@ -198,9 +197,6 @@ def are_finite(samples: Any) -> bool:
         return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(samples))
     except Exception:  # tensors without elements or rows
         return False
-
-
-_NAMED = 5  # clients in a message about many
 
 
 class ClientSetup:
@@ -253,6 +249,8 @@ class ClientSetup:
         self.client_timeout = client_timeout
         self.lr_decay = lr_decay
         self.round_index = 0
+        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
+        self._as_they_are = type(precision) is Precision  # whether samples keep their types
         if client_timeout is not None:
             check_timer()
         self.task: Task | None = None
@@ -273,7 +271,7 @@ class ClientSetup:
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
-            usual = usual_samples(data, self._of_pairs, client_timeout)
+            usual = usual_samples(data, isinstance(client, Task), client_timeout)
             samples = precision.convert_input(usual)
             self.form = Form.of(samples)
             if data.augmentation is not None and self.form.names[0] != "features":
@@ -294,15 +292,18 @@ class ClientSetup:
             for group in groups:
                 group["lr"] = group["lr"] * self.lr_decay**self.round_index
 
+    def phases(self, epochs: int, anchored: bool) -> list[Phase] | None:
+        """Return the phases of local training, or ``None`` if all epochs are alike."""
+        key = epochs, anchored
+        if key not in self._phases:
+            self._phases[key] = self.client_method.phases(self.client, *key)
+        return self._phases[key]
+
     @cached_property
     def tells_round(self) -> bool:
         """Whether the module has a ``round_index`` that can be set."""
         found = inspect.getattr_static(self.client, "round_index", None)
         return found is not None and not isinstance(found, property)
-
-    @property
-    def _as_they_are(self) -> bool:
-        return type(self.precision) is Precision
 
     @property
     def dtype(self) -> torch.dtype:
@@ -315,10 +316,6 @@ class ClientSetup:
         classes: Any = self.client.num_classes
         return self.data.class_counts("train", classes).to(self.device, self.dtype)
 
-    @property
-    def _of_pairs(self) -> bool:
-        return isinstance(self.client, Task)
-
     def samples(self, client: int, split: Split) -> list[Tensor]:
         """Return the tensors of a client's samples, on the device.
 
@@ -330,7 +327,7 @@ class ClientSetup:
         assert self.form is not None
         samples: Any = self.data.samples(client, split)
         if not self._as_they_are or not self.form.fits_pair(samples):
-            samples = self.precision.convert_input(checked(samples, self._of_pairs))
+            samples = self.precision.convert_input(checked(samples, isinstance(self.client, Task)))
             samples = self.form.fitted(samples)
         if samples[0].shape[0] != (count := int(self.data.num_samples(split)[client])):
             called = {"train": "training", "val": "validation"}.get(split, split.replace("_", " "))
@@ -338,6 +335,11 @@ class ClientSetup:
                 f"it has {len(samples[0])} {called} samples, but num_samples() says {count}"
             )
         return [leaf.to(self.device) for leaf in samples]
+
+    def batch(self, leaves: list[Tensor]) -> Any:
+        """Return a batch made of tensors, in the order of the samples' form."""
+        assert self.form is not None
+        return self.form.batch(leaves)
 
     def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:
         """Return the augmented training samples of a client in one local epoch.

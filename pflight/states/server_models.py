@@ -25,6 +25,8 @@ from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from .state import StateLayout, StateModule, expand_state
 from .updates import ClientUpdates
 
+Schedule = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
+
 
 @contextmanager
 def server_work(device: torch.device, seed: int, rounds: int) -> Iterator[None]:
@@ -259,9 +261,6 @@ class ServerModels(nn.ModuleList):
         ]
         self.refused += odd
         return not odd
-
-
-Schedule = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
 
 
 def build_optimizer(

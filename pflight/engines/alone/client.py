@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from pflight.data.loaders import labels_of
+from pflight.engines.base import in_evaluation
 from pflight.engines.client_setup import ClientSetup
 from pflight.errors import ConfigurationError
 from pflight.method import OWN, PERSONAL, AddedTerm, ClientMethod, memory_for
@@ -31,6 +31,13 @@ from .trainer import STEP_HOOKS, loss_of, step_arguments
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 """Names of a client's scalars. A client method can read them."""
 _NO_LOSS = "its training_step returned no loss"
+HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *STEP_HOOKS,
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
+"""Hooks of a module around its training."""
+_LARGE_KERNEL = 2**20  # weights; such a convolution takes 1.2 times as long channels-last
 
 
 class ClientModel:
@@ -102,7 +109,7 @@ class ClientModel:
     def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """See :class:`~pflight.method.LocalClient`."""
         args, kwargs = self._call
-        with _evaluating(self.module):
+        with in_evaluation(self.module.modules()):
             return call_with(self.module, self._lent(tensors), operator.call, *args, **kwargs)
 
     @property
@@ -123,7 +130,7 @@ class ClientModel:
     @torch.no_grad()
     def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See :class:`~pflight.method.LocalClient`."""
-        with _evaluating(self.module), watched(self.module) as seen:
+        with in_evaluation(self.module.modules()), watched(self.module) as seen:
             self._loss_at(self._lent(tensors), self._batch)
         return self._last(seen)
 
@@ -159,18 +166,6 @@ class ClientModel:
         if not seen:
             raise RuntimeError(f"its loss never calls its head, {head_of(self.module).name}")
         return seen[-1]
-
-
-@contextmanager
-def _evaluating(module: L.LightningModule) -> Iterator[None]:
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 class AloneClient(ClientModel):
@@ -352,15 +347,6 @@ def task_loss(module: L.LightningModule, batch: Any, index: int = 0) -> Tensor:
     return loss
 
 
-HOOKS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
-    *STEP_HOOKS,
-    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
-)
-"""Hooks of a module around its training."""
-_LARGE_KERNEL = 2**20  # weights; such a convolution takes 1.2 times as long channels-last
-
-
 class LocalModels:
     """A client's copy of the module and, if its method has one, its personal copy.
 
@@ -518,7 +504,6 @@ class LocalModels:
     def _runs(self) -> bool:
         """Try a step and an evaluation. A ``view`` in the client may need the usual layout."""
         setup = self.setup
-        assert setup.form is not None
         start = {name: t.to(setup.device) for name, t in setup.layout.template.items()}
         memory = None
         if self.client_method.remembers:
@@ -526,7 +511,7 @@ class LocalModels:
             memory = {name: start[entry] for name, entry in names.items()}
         try:
             self.load(start, anchored=True, memory=memory, client=0)
-            batch = setup.form.batch([leaf.clone() for leaf in setup.example])
+            batch = setup.batch([leaf.clone() for leaf in setup.example])
             with setup.forward_context(), torch.enable_grad():
                 for client in self.clients:
                     client.client_method.objective(client, batch).backward()

@@ -20,7 +20,7 @@ from pflight.engines.check import OF_A_MODULE
 from pflight.states.state import StateLayout, rest_frozen, state_tensors
 from pflight.task import Task
 
-from .trainer import ModuleTrainer
+from .trainer import ModuleTrainer, nothing
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def muted(module: L.LightningModule) -> Iterator[None]:
         _set_states(metric, metric._copy_state_dict())
     own = vars(module)
     before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
-    own.update(dict.fromkeys(before, _no_log))
+    own.update(dict.fromkeys(before, nothing))
     try:
         yield
     finally:
@@ -53,10 +53,6 @@ def _states(metric: Metric) -> dict[str, Any]:
 def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:
     for name, value in states.items():
         setattr(metric, name, value)
-
-
-def _no_log(*_: Any, **__: Any) -> None:
-    """Replace ``self.log``."""
 
 
 class Frozen:

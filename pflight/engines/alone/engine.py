@@ -48,13 +48,18 @@ class SequentialEngine:
     ``training_step`` and hooks; the client method adds to the loss from outside. A client method
     with a personal model has a second copy, which sees the same batches. A task without own hooks,
     with SGD, trains without Lightning's work around a step. Networks too small for several threads
-    train on one. The methods are those of :class:`~pflight.engines.base.Engine`.
+    train on one.
 
     Args:
         setup: The client module, its client method, and its data.
+
+    Attributes:
+        setup: The client module, its client method, and its data.
+        chunk: Largest number of clients that are trained at once.
+        device: The device of the training.
     """
 
-    chunk = 1
+    chunk: int = 1
 
     def __init__(self, setup: ClientSetup) -> None:
         self.setup = setup
@@ -66,7 +71,11 @@ class SequentialEngine:
         self._training = ClientTraining(self.models)
 
     def check_input(self) -> None:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Raise unless module, client method and data fit together.
+
+        Raises:
+            ConfigurationError: Naming the part that does not fit.
+        """
         self.operations, self._changes_input = check_client(self.setup, self.models.module)
         counts, size = self.setup.data.num_samples("train"), self.setup.data.batch_size
         if self._is_small(min(size or math.inf, int(counts.max()))):
@@ -98,12 +107,23 @@ class SequentialEngine:
         kept: Kept | None = None,
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Train the clients ``[C]`` from their starts ``[C]``.
+
+        Args:
+            clients: Ids ``[C]``.
+            starts: Each client's full start state ``[C]``. It is also the client's anchor.
+            round_index: Keys the order of the batches and all other randomness.
+            epochs: Local epochs, unless ``steps`` is given.
+            steps: Batches to train on, over as many epochs as they take.
+            purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
+            kept: Memory of the clients, if their client method keeps one.
+            on_client_end: Called with the id of each client after its training.
+        """
         self.setup.round_index = round_index
 
         def train_one(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setup.data.num_samples("train")[client])
-            logs, taken = self._training.train(count, visits[client], epochs, steps)
+            logs, taken = self._training.train(count, visits(client), epochs, steps)
             if purpose is Purpose.TRAIN:
                 self.models.client.num_steps.fill_(taken)
                 with torch.no_grad():
@@ -121,12 +141,16 @@ class SequentialEngine:
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return each client's gradient of its loss at the states ``[C]``, in training mode.
+
+        The gradient is over all of the client's training samples, or over the first ``batches``
+        mini-batches of its epoch. The result has the buffers after the pass.
+        """
         self.setup.round_index = round_index
 
         def gradient(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setup.data.num_samples("train")[client])
-            gradients, logs = self._training.gradient(count, visits[client])
+            gradients, logs = self._training.gradient(count, visits(client))
             return {**self.models.state(), **gradients}, logs
 
         def plan(client: int) -> list[Visit]:
@@ -177,9 +201,8 @@ class SequentialEngine:
         done = {row: logs for row, logs in done.items() if int(clients[row]) not in late}
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
-        finite = finite_rows(trained)
-        if remembered and not self.setup.client_method.remembers_its_state:
-            finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
+        stacks = [trained] if self.setup.client_method.remembers_its_state else [trained, keep]
+        finite = finite_rows(*stacks)
         for row in [row for row in done if not finite[row]]:
             parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]
             odd = next(filter(None, map(what_is_odd, parts)))
@@ -218,7 +241,15 @@ class SequentialEngine:
     def evaluate(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
+
+        Returns:
+            The outputs of a task's clients, or the logged values of other modules; and the clients
+            that failed.
+
+        Raises:
+            ConfigurationError: If a module logs nothing.
+        """
         if self.setup.task is None:
             return self._evaluate_by_steps(clients, states, split)
         return self._evaluate_task(self.setup.task, clients, states, split)
@@ -343,7 +374,7 @@ class SequentialEngine:
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return a task's outputs, or each client's results of an own ``predict_step`` by batch."""
         if self.setup.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
@@ -360,7 +391,16 @@ class SequentialEngine:
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return the results of a pass over each client's own samples, and the failed clients.
+
+        Clients without samples and failed clients have an empty result.
+
+        Args:
+            look: The pass.
+            clients: Ids ``[C]``.
+            states: The clients' models ``[C]``.
+            round_index: Keys the random numbers of each client.
+        """
         found: list[dict[str, Tensor]] = [{} for _ in clients]
         counts = self.setup.data.num_samples("train")
 
@@ -411,9 +451,13 @@ class SequentialEngine:
                 continue
             with self.attempt(client, failures):
                 self.models.load(_row(states, row), anchored=False, client=client)
-                for visit, batches in visits[client]:
+                for visit, batches in visits(client):
                     work(row, client, visit, batches)
         return failures
+
+
+Engine = SequentialEngine
+"""The class of all engines: the vectorized engine is one, too."""
 
 
 def _row(states: TensorDict, row: int) -> dict[str, Tensor]:

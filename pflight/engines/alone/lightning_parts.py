@@ -28,6 +28,8 @@ Step = Callable[[Callable[[], Any], Any], Any]
 
 
 _OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"}
+Penalty = Callable[[], Tensor | None]
+"""Returns the scalar to add to the loss, or nothing."""
 
 
 class LocalStrategy(SingleDeviceStrategy):
@@ -36,7 +38,7 @@ class LocalStrategy(SingleDeviceStrategy):
     def __init__(self, precision: Precision, device: torch.device) -> None:
         accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
         super().__init__(device, accelerator=accelerator, precision_plugin=precision)
-        self.step: Step | None = None
+        self.step: Step = lambda own_step, _: own_step()
         self.batch_size = 0
 
     def own_step(self, batch: Any, *args: Any) -> Any:
@@ -46,8 +48,6 @@ class LocalStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         """Run the module's training step as the client method changes it."""
-        if self.step is None:
-            return self.own_step(batch, *args)
         return self.step(lambda: self.own_step(batch, *args), batch)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,14 +168,6 @@ def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
             module.configure_optimizers = given  # type: ignore[method-assign]
 
 
-def no_clipping(*_: Any, **__: Any) -> None:
-    """Don't clip: the client method has its own optimizer, unknown to the module."""
-
-
-def no_hint() -> None:
-    """Replace Lightning's hint at modules in evaluation mode. Frozen modules are in this mode."""
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Create a Trainer without messages on the machine. The federation's Trainer has given them."""
@@ -187,10 +179,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-Penalty = Callable[[], Tensor | None]
-"""Returns the scalar to add to the loss, or nothing."""
 
 
 def penalise(optimizer: Optimizer, penalty: Penalty) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
 from pflight.data.loaders import Visit
-from pflight.engines.base import paced, phase_of, resting
+from pflight.engines.base import paced, resting
 from pflight.history import Logs, add_logs
 from pflight.method import ClientMethod, Phase
 from pflight.states.head import step_extra
@@ -29,6 +29,9 @@ _OPTIONS = (
     "foreach",
     "fused",
 )
+_NO_LOSS = "its training_step returned no loss for any batch"
+Batches = Iterator[tuple[Visit, Iterator[Any]]]
+"""The visits to a client, each with its batches."""
 
 
 def steps_only(optimizer: Optimizer, own: Container[int]) -> bool:
@@ -59,13 +62,11 @@ class Descent:
         self._momenta: list[Tensor | None] = [None] * len(self._parameters)
 
     @staticmethod
-    def suits(optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether this is one plain SGD of torch, and nothing waits for its steps."""
-        if len(optimizers) != 1 or type(optimizers[0]) is not SGD:
-            return False
-        (optimizer,) = optimizers
+    def suits(optimizer: Any) -> bool:
+        """Return whether this is a plain SGD of torch, and nothing waits for its steps."""
         return (
-            "step" not in vars(optimizer)  # a learning-rate scheduler counts the steps
+            type(optimizer) is SGD
+            and "step" not in vars(optimizer)  # a learning-rate scheduler counts the steps
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group["differentiable"] for group in optimizer.param_groups)
@@ -112,12 +113,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-_NO_LOSS = "its training_step returned no loss for any batch"
-
-Batches = Iterator[tuple[Visit, Iterator[Any]]]
-"""The visits to a client, each with its batches."""
-
-
 class ClientTraining:
     """Trains one client by its module's steps and hooks, and by the client method's loss.
 
@@ -131,7 +126,6 @@ class ClientTraining:
     def __init__(self, models: LocalModels) -> None:
         self.models = models
         self.setup = models.setup
-        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
 
     def train(
         self, count: int, visits: Batches, epochs: int, steps: int | None
@@ -157,8 +151,8 @@ class ClientTraining:
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.num_skipped = 0
             client.trainer.attach(client.module)
-            client.trainer.count(count)
             client.trainer.start(
+                count,
                 *limits,
                 client.step,
                 optimizer,
@@ -170,7 +164,7 @@ class ClientTraining:
         for visit, batches in visits:
             if self._stopped():
                 break
-            phase = phase_of(self._phases_of(epochs), visit.epoch)
+            phase = self._phase_of(visit, epochs)
             if phase is not None and not phase.names:
                 continue
             with ExitStack() as stack:
@@ -225,7 +219,7 @@ class ClientTraining:
             if chosen is None and isinstance(optimizer, Optimizer):
                 step_extra(client.module, optimizer, self.setup.client_method.extra_options)
             own = {id(parameter) for parameter in client.module.parameters()}
-            if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
+            if not Descent.suits(optimizer) or not steps_only(optimizer, own):
                 return None
             found.append(Descent(optimizer))
         return found
@@ -246,7 +240,7 @@ class ClientTraining:
             tells = [watching.enter_context(client.trainer.watching(*limits)) for client in clients]
             models = list(zip(clients, descents, tells, strict=True))
             for visit, batches in visits:
-                phase = phase_of(self._phases_of(epochs), visit.epoch)
+                phase = self._phase_of(visit, epochs)
                 if phase is not None and not phase.names:
                     continue
                 with ExitStack() as stack:
@@ -277,11 +271,11 @@ class ClientTraining:
         parameters = [p for p in client.module.parameters() if p.requires_grad]
         return self.setup.client_method.optimizer(parameters, client.anchor is not None)
 
-    def _phases_of(self, epochs: int) -> list[Phase] | None:
-        key = epochs, self.models.client.anchor is not None
-        if key not in self._phases:
-            self._phases[key] = self.setup.client_method.phases(self.setup.client, *key)
-        return self._phases[key]
+    def _phase_of(self, visit: Visit, epochs: int) -> Phase | None:
+        """Return the phase of a local epoch."""
+        phases = self.setup.phases(epochs, self.models.client.anchor is not None)
+        begun = [phase for phase in phases or () if phase.first <= visit.epoch]
+        return begun[-1] if begun else None
 
     def _logs(self) -> Logs:
         """Return a client's logged values. If it has two models, they are the personal one's."""

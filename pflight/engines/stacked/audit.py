@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.backends import cudnn
 
-from pflight.engines.alone.client import AloneClient, LocalModels
+from pflight.engines.alone.client import SCALARS, AloneClient, LocalModels
 from pflight.engines.base import resting
 from pflight.errors import ConfigurationError
-from pflight.method import PERSONAL, Phase
+from pflight.method import PERSONAL
 from pflight.randomness import isolated
 from pflight.states.state import state_tensors
 
 from .reasons import reason_of
 from .stack import ANCHOR, MEMORY, Columns, Mode, Stack, no_logs
 from .steps import Group
+
+_ODD, _ODD_IN_HALF = 5e-2, 0.3  # tolerated difference, relative to the largest gradient
+_VANISHED = 1e-3  # smaller gradients are rounding, relative to the largest one at the start
+_Before = tuple[dict[str, Tensor], list[Tensor]]
+"""A client's state with its inputs, and its batch."""
 
 
 @contextmanager
@@ -80,7 +84,7 @@ class Reference:
         client = models.client
         if mode.remembers:
             client.remembered = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
-        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
+        for name in SCALARS:
             getattr(client, name).copy_(state[name])
         for model in models.clients:
             model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
@@ -95,7 +99,6 @@ class Reference:
         mode: Mode,
         state: Mapping[str, Tensor],
         leaves: list[Tensor],
-        phase: Phase | None = None,
         steps: bool = False,
     ) -> tuple[dict[str, Tensor | None], Tensor]:
         """Return the gradients of the parameters in a state, and the loss.
@@ -104,16 +107,14 @@ class Reference:
             mode: The inputs of the training.
             state: The client's state and inputs.
             leaves: The tensors of a batch.
-            phase: The phase, with the parameters that train.
             steps: Whether to use the loss of a training step.
         """
-        assert self.setup.form is not None
-        batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
+        batch = self.setup.batch([leaf.clone() for leaf in leaves])
         gradients: dict[str, Tensor | None] = {}
         total = torch.zeros((), device=self.setup.device)
         for model in self.enter(mode, state):
             prefix = PERSONAL if model.shared is not None else ""
-            with resting(model.module, self.setup.layout, phase):
+            with resting(model.module, self.setup.layout, self.stacked.training_phase):
                 own = (
                     model.loss(batch, len(leaves[0]))
                     if steps
@@ -155,27 +156,6 @@ def alike(
             if not difference <= tolerance * scale + 1e-6:
                 return False
     return True
-
-
-_ODD, _ODD_IN_HALF = 5e-2, 0.3  # tolerated difference, relative to the largest gradient
-_VANISHED = 1e-3  # smaller gradients are rounding, relative to the largest one at the start
-
-
-_Before = tuple[dict[str, Tensor], list[Tensor]]
-"""A client's state with its inputs, and its batch."""
-
-
-class Witness(NamedTuple):
-    """One client of a stack in one step: its inputs and its results."""
-
-    mode: Mode
-    phase: Phase | None
-    state: dict[str, Tensor]
-    """The client's state with its inputs."""
-    leaves: list[Tensor]
-    """The tensors of its batch."""
-    gradients: dict[str, Tensor]
-    loss: Tensor
 
 
 class Audit:
@@ -230,13 +210,11 @@ class Audit:
         Raises:
             ConfigurationError: If both clients get other results.
         """
-        stacked = self.reference.stacked
-        for row, (state, leaves) in selected.items():
-            got = {name: gradient[row] for name, gradient in gradients.items()}
-            found = Witness(stacked.mode, stacked.training_phase, state, leaves, got, losses[row])
+        for row, inputs in selected.items():
+            found = {name: gradient[row] for name, gradient in gradients.items()}
             why = "gets other results alone"
             try:
-                if not self.contradicts(found):
+                if not self.contradicts(*inputs, found, losses[row]):
                     self.due = self._doubted = False
                     return
             except Exception as error:
@@ -251,30 +229,32 @@ class Audit:
                 )
             self._doubted = True
 
-    def contradicts(self, found: Witness) -> bool:
+    def contradicts(
+        self, state: Mapping[str, Tensor], leaves: list[Tensor], found: Columns, loss: Tensor
+    ) -> bool:
         """Return whether a client gets other results alone than in a stack.
 
         Rounding errors of vanishing gradients are ignored: the tolerance is relative to the largest
         gradient of now and of the start.
+
+        Args:
+            state: The client's state with its inputs.
+            leaves: The tensors of its batch.
+            found: Its gradients in a stack.
+            loss: Its loss in a stack.
         """
-        setup = self.reference.setup
+        reference, setup = self.reference, self.reference.setup
         with isolated(setup.device), torch.enable_grad():
-            alone, loss = self.reference.gradients(
-                found.mode, found.state, found.leaves, found.phase, steps=True
-            )
-        known = {n: g for n, g in alone.items() if g is not None and n in found.gradients}
-        numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
+            mode = reference.stacked.mode
+            gradients, own_loss = reference.gradients(mode, state, leaves, steps=True)
+        known = {n: g for n, g in gradients.items() if g is not None and n in found}
+        numbers = [*known.values(), own_loss, loss, *(found[name] for name in known)]
         if not all(bool(number.isfinite().all()) for number in numbers):
             return False  # the client will fail by itself
         mixed = isinstance(setup.precision, MixedPrecision)
         tf32 = setup.dtype == torch.float32 and takes_tf32(setup.device)
         precise = setup.dtype.itemsize >= 4 and not mixed and not tf32
-        stack = {name: found.gradients[name].unsqueeze(0) for name in known}
-        tolerance = _ODD if precise else _ODD_IN_HALF
-        return not alike(
-            stack,
-            found.loss[None],
-            [(known, loss)],
-            tolerance,
-            _VANISHED * self.reference.largest_gradient,
-        )
+        tolerance, smallest = _ODD if precise else _ODD_IN_HALF, reference.largest_gradient
+        stack = {name: found[name].unsqueeze(0) for name in known}
+        alone = [(known, own_loss)]
+        return not alike(stack, loss[None], alone, tolerance, _VANISHED * smallest)

@@ -10,19 +10,23 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pflight.data.loaders import Visit
 from pflight.engines.alone.engine import Samples
 from pflight.engines.alone.visits import evaluation_visits, visits_to
 from pflight.engines.client_setup import ClientSetup
 from pflight.method import Pass
 
 from .stack import Columns, Stack, stacked_context
-from .training import Workspace, scalars_of
+from .steps import Workspace
+from .training import scalars_of
 
 _FILLED = 8  # so many samples may always fill up a client's batch
+_TOLERANCE = 1e-2  # relative to the largest value; stacked arithmetic rounds differently
+_TRACE = 1e-6  # rounding error of numbers that cancel
 
 
 class StackedEvaluation:
-    """Evaluates clients in chunks of about equal numbers of samples.
+    """Evaluates clients in chunks of about equal numbers of samples, and runs passes for them.
 
     Args:
         setup: The client module, its client method, and its data.
@@ -90,26 +94,11 @@ class StackedEvaluation:
                 yield first, row
                 first = row
 
-
-_TOLERANCE = 1e-2  # relative to the largest value; stacked arithmetic rounds differently
-_TRACE = 1e-6  # rounding error of numbers that cancel
-
-
-class StackedPasses:
-    """Runs a pass for clients with equally many samples, so that no batch is filled up.
-
-    Args:
-        setup: The client module, its client method, and its data.
-        stacked: The client module for many clients.
-    """
-
-    def __init__(self, setup: ClientSetup, stacked: Stack) -> None:
-        self.setup = setup
-        self.stacked = stacked
-
     @torch.no_grad()
     def found(self, look: Pass, clients: Tensor, states: TensorDict) -> list[dict[str, Tensor]]:
-        """Return the pass's results for the clients ``[C]``. The pass's errors are not caught.
+        """Return a pass's results for the clients ``[C]``. The pass's errors are not caught.
+
+        With equally many samples, no batch has to be filled up.
 
         Args:
             look: The pass.
@@ -117,30 +106,28 @@ class StackedPasses:
             states: The clients' models ``[C]``.
         """
         setup, stacked = self.setup, self.stacked
-        ids = clients.tolist()
-        visits = visits_to(
-            clients,
-            setup,
-            look.split,
-            lambda client: evaluation_visits(setup, client, look.split, look.batch_size),
-        )
+
+        def plan(client: int) -> list[Visit]:
+            return evaluation_visits(setup, client, look.split, look.batch_size)
+
+        visits = visits_to(clients, setup, look.split, plan)
         of_clients: list[list[Any]] = []
-        for client in ids:
-            ((visit, own),) = visits[client]
+        for client in clients.tolist():
+            ((visit, own),) = visits(client)
             of_clients.append(list(own))
         batches = [
             tree_map(lambda *x: torch.stack(x), *parts) for parts in zip(*of_clients, strict=True)
         ]
         stacked.take_frozen(states)
-        frozen, buffers = {*setup.layout.frozen}, {*setup.layout.buffers}
-        state = {n: states[n].to(setup.device) for n in setup.layout.names if n not in frozen}
+        state = {name: states[name].to(setup.device) for name in setup.layout.moving}
         # A module may change its buffers in place, but the states belong to the caller.
-        state |= {name: state[name].clone() for name in state.keys() & buffers}
+        state |= {name: state[name].clone() for name in state.keys() & {*setup.layout.buffers}}
         state |= {n: t.to(setup.device, setup.dtype) for n, t in scalars_of(setup, clients).items()}
         with stacked_context(setup):
             found = stacked.found(look, state, [*map(len, visit.parts)], batches)
         rows = [
-            {name: value[row].clone() for name, value in found.items()} for row in range(len(ids))
+            {name: value[row].clone() for name, value in found.items()}
+            for row in range(len(clients))
         ]
         for given in rows:
             look.check(given)

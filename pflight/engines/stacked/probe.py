@@ -15,7 +15,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from pflight.engines.alone.client import LocalModels, training_step
+from pflight.engines.alone.client import SCALARS, LocalModels, training_step
 from pflight.engines.alone.trainer import loss_of
 from pflight.engines.alone.training import steps_only
 from pflight.engines.client_setup import ClientSetup, are_finite
@@ -32,6 +32,10 @@ from .steps import misfit
 
 _TRIAL = 8  # samples for trying a client
 _SIZES, _LARGEST = 8, 64  # number of tried batch sizes, and the largest size
+_FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
+_TOLERANCE = 1e-2  # relative to the largest gradient; stacked arithmetic rounds differently
+_TRACE = 1e-4  # trace of samples without weight, relative to the largest gradient
+_CLASSES = 32  # classes that are tried
 
 
 def trial_samples(setup: ClientSetup) -> list[Tensor]:
@@ -131,12 +135,6 @@ def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     )
 
 
-_FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
-_TOLERANCE = 1e-2  # relative to the largest gradient; stacked arithmetic rounds differently
-_TRACE = 1e-4  # trace of samples without weight, relative to the largest gradient
-_CLASSES = 32  # classes that are tried
-
-
 class Dependence(NamedTuple):
     """Properties of a client's gradients."""
 
@@ -195,7 +193,6 @@ class Probe:
         return None
 
     def _step(self, index: int, leaves: list[Tensor]) -> str | None:
-        assert self.setup.form is not None
         module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
 
@@ -208,7 +205,7 @@ class Probe:
         module.log, module.log_dict = log, log_dict
         with isolated(self.setup.device), torch.no_grad(), left_alone() as touched:
             try:
-                batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
+                batch = self._batch(leaves)
                 loss = loss_of(training_step(module, batch, index))
             except Exception as error:
                 return failure("a client alone fails", error)
@@ -292,12 +289,11 @@ class Probe:
             unequal: Whether clients have unequal numbers of samples. Then batches are filled up.
         """
         self.stacked.prepare(mode)
-        assert self.setup.form is not None
         state = {name: value[1].clone() for name, value in self._two_states(mode).items()}
         noted = _Noting(state)
         with torch.enable_grad():
             for batch in batches:
-                self.stacked.loss(noted, self.setup.form.batch([t.clone() for t in batch]))
+                self.stacked.losses(noted, self._batch(batch))
         inputs = state.keys() - self.setup.layout.template.keys()
         largest = max(batches, key=lambda batch: len(batch[0]))
         return Dependence(
@@ -360,22 +356,20 @@ class Probe:
         self.reference.enter(mode, state)
         module = self.models.client.module
         before = dict(module.named_buffers())
-        assert self.setup.form is not None
-        self.models.client.task_loss(self.setup.form.batch([leaf.clone() for leaf in leaves]))
+        self.models.client.task_loss(self._batch(leaves))
         after = dict(module.named_buffers())
         return next((name for name in before if after.get(name) is not before[name]), None)
 
     # The stack of two
 
+    def _batch(self, leaves: Sequence[Tensor]) -> Any:
+        """Return a batch of copies of the tensors, since a module may change its input."""
+        return self.setup.batch([leaf.clone() for leaf in leaves])
+
     def _two_states(self, mode: Mode) -> Columns:
         """Return all inputs of a loss, for two clients: as given, and with halved parameters."""
-        setup, stacked = self.setup, self.stacked
-        frozen, device = {*setup.layout.frozen}, setup.device
-        given = {
-            name: tensor.to(device)
-            for name, tensor in setup.layout.template.items()
-            if name not in frozen
-        }
+        setup, stacked, device = self.setup, self.stacked, self.setup.device
+        given = {name: setup.layout.template[name].to(device) for name in setup.layout.moving}
         given |= {n: t for n, t in state_tensors(self.module).items() if n in given}
         stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
         inputs: Columns = {}
@@ -386,7 +380,7 @@ class Probe:
         for name in setup.layout.parameters:
             stack[name][1] /= 2
         stack |= {name: torch.stack([value, value]).detach() for name, value in inputs.items()}
-        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
+        for name in SCALARS:
             values = [0 if name == "seen" else 1, 1]
             stack[name] = torch.tensor(values, dtype=setup.dtype, device=device)
         if setup.client_method.needs_classes:
@@ -397,15 +391,13 @@ class Probe:
     def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:
         """Return whether stacked clients get the same results as single ones."""
         stacked, setup = self.stacked, self.setup
-        assert setup.form is not None
         states = self._two_states(mode)
         others = dict(states)
         parameters = {name: others.pop(name) for name in stacked.trained()}
-        twice = [part.expand(2, *part.shape).clone() for part in leaves]
-        found = stacked.gradients(parameters, others, setup.form.batch(twice))
+        twice = [part.expand(2, *part.shape) for part in leaves]
+        found = stacked.gradients(parameters, others, self._batch(twice))
         afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
-        again = [part.clone() for part in twice]
-        repeated = stacked.gradients(parameters, afresh, setup.form.batch(again))
+        repeated = stacked.gradients(parameters, afresh, self._batch(twice))
         by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
         if not alike(*repeated[:2], by_row, _TRACE):
             return False
@@ -416,7 +408,7 @@ class Probe:
             results = {**states, **{f"kept {name}": value for name, value in kept.items()}}
             results = {name: value.clone() for name, value in results.items()}
             if setup.task is not None:
-                results["its outputs"] = stacked.outputs(states, twice[0])
+                results["its outputs"] = stacked.outputs(states, twice[0].clone())
         stacked.prepare(mode)
         return alike(*found[:2], alone.gradients, _TOLERANCE) and all(
             _close(results[name][row], value)
@@ -433,7 +425,6 @@ class Probe:
         stacked, setup = self.stacked, self.setup
         if not (has_sample_losses(self.module) and _averages_samples(setup.client_method)):
             return False
-        assert setup.form is not None
         random = torch.Generator().manual_seed(0)
 
         def near(tensor: Tensor) -> Tensor:
@@ -471,7 +462,7 @@ class Probe:
                 filled += [torch.cat([leaf, leaf.roll(1, 0)]) for leaf in real[1:]]
                 batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
                 after = {name: value.clone() for name, value in others.items()}
-                found = stacked.gradients(parameters, after, setup.form.batch(batch), weights)
+                found = stacked.gradients(parameters, after, setup.batch(batch), weights)
                 if not alike(*found[:2], alone, _TRACE):
                     return False
                 for name in setup.layout.buffers:

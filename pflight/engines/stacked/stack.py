@@ -35,6 +35,14 @@ from pflight.task import trains_as_a_task
 
 from .autocast import StackedAutocast
 
+_ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
+Columns = dict[str, Tensor]
+"""Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
+ANCHOR, MEMORY = "anchor.", "memory."
+"""Prefixes of a client's inputs that are not in its state."""
+_OFTEN = 12  # calls with the same shapes before the first record; before the second twice as many
+_RECORDS = 16  # largest number of records
+
 
 class CheckedEmbeddings(TorchFunctionMode):
     """Makes the vector NaN for an index outside of an embedding's table.
@@ -61,18 +69,6 @@ def _embed(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
     return torch.where(known.unsqueeze(-1), vectors, torch.nan)
 
 
-_ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
-
-Columns = dict[str, Tensor]
-"""Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
-
-ANCHOR, MEMORY = "anchor.", "memory."
-"""Prefixes of a client's inputs that are not in its state."""
-
-_OFTEN = 12  # calls with the same shapes before the first record; before the second twice as many
-_RECORDS = 16  # largest number of records
-
-
 class Mode(NamedTuple):
     """The inputs of clients in training."""
 
@@ -92,6 +88,10 @@ class Stack:
         module: A copy of the client module in its training modes. It belongs to this object.
         client_method: The client method.
         layout: The state layout of both.
+
+    Attributes:
+        after_training: Lets the client method change all clients' own entries in place.
+        remember: Returns the clients' memory ``[C, ...]``, given their states and inputs.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Stack:
         self._logs: dict[Mode, bool] = {}
         self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
         self._outputs = vmap(self._output)
-        self._after_training = vmap(self._finish, out_dims=None)
-        self._remember = vmap(self._keep)
+        self.after_training = vmap(self._finish, out_dims=None)
+        self.remember = vmap(self._keep)
         self._training = [(part, part.training) for part in module.modules()]
         # PyTorch's advice on slow operations under vmap is not for users. It names this file.
         warnings.filterwarnings("ignore", _ADVICE)
@@ -131,20 +131,8 @@ class Stack:
     @property
     def changes_afterwards(self) -> bool:
         """Whether the client method changes its own entries after training."""
-        client_methods = (
-            [self.client_method]
-            if self.client_method.personal is None
-            else [self.client_method, self.client_method.personal]
-        )
-        return any(
-            type(client_method).after_training is not ClientMethod.after_training
-            for client_method in client_methods
-        )
-
-    @property
-    def remembers_its_state(self) -> bool:
-        """Whether a client keeps its whole model unchanged."""
-        return self.client_method.remembers_its_state
+        methods = self.client_method, self.client_method.personal or self.client_method
+        return any(type(own).after_training is not ClientMethod.after_training for own in methods)
 
     def logged(self, mode: Mode) -> Collection[str]:
         """Return the names under which a training step logs its loss.
@@ -218,19 +206,18 @@ class Stack:
 
     # One client, under vmap
 
-    def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return the objective of a single client, with the loss of its personal model."""
-        return self._loss_of(state, batch)[0]
-
     def _loss(
         self, parameters: Columns, others: Columns, batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self._loss_of({**parameters, **others}, batch, weights)
+        return self.losses({**parameters, **others}, batch, weights)
 
-    def _loss_of(
+    def losses(
         self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return a client's objective, and the loss that its training step would log."""
+        """Return a client's objective, and the loss that its training step would log.
+
+        The objective has the loss of the client's personal model.
+        """
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
             losses = [self.client_method.objective(models[0], batch)]
@@ -343,14 +330,6 @@ class Stack:
         self.prepare(Mode(anchored=False, remembers=False))
         self.module.eval()
         return vmap(find)(state, batches)
-
-    def after_training(self, state: Columns) -> None:
-        """Let the client method change all clients' own entries in place."""
-        self._after_training(state)
-
-    def remember(self, state: Columns) -> Columns:
-        """Return the clients' memory."""
-        return self._remember(state)
 
 
 def _input(name: str) -> Any:

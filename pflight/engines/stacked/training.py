@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.engines.client_setup import ClientSetup, check_order
+from pflight.engines.client_setup import ClientSetup
 from pflight.history import Logs, merge_logs
 from pflight.method import PERSONAL, Phase
 from pflight.states.state import entries
 from pflight.states.updates import ClientUpdates, Kept
-from pflight.task import Task
 
 from .audit import Audit
 from .probe import Dependence
 from .stack import ANCHOR, MEMORY, Columns, Mode, Stack, stacked_context
-from .steps import Batches, Group, Plan, StackedOptimizer, clip
-
-
-class Workspace:
-    """Memory for tensors. It is the same at every call, since new memory takes time.
-
-    Args:
-        device: The device of the memory.
-
-    Example:
-        >>> workspace = Workspace(torch.device("cpu"))
-        >>> large = workspace.tensor("x", (3, 4), torch.float32)
-        >>> small = workspace.tensor("x", (2, 5), torch.float32)
-        >>> small.data_ptr() == large.data_ptr()
-        True
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.held: dict[str, Tensor] = {}
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor of a name. Its values are undefined."""
-        size = math.prod(shape)
-        held = self.held.get(name)
-        if held is None or held.numel() < size or held.dtype != dtype:
-            held = self.held[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return held[:size].view(shape)
+from .steps import Batches, Group, Plan, StackedOptimizer, Workspace, clip
 
 
 @dataclass(frozen=True)
@@ -58,20 +30,20 @@ class Work:
         round_index: Keys the order of batches.
         mode: The inputs of the training.
         plan: Returns the batches of a client with a given number of samples.
-        run: Does the work for a chunk.
         one_by_one: Does the work for some clients in the sequential engine.
         shuffled: Whether samples are in the order of the round. Otherwise they keep their own.
         steps: Whether clients take steps. Otherwise they return gradients.
+        phases: The phases of the steps; a single ``None`` if all epochs are alike.
         on_client_end: Called with the id of each client at the end of its work.
     """
 
     round_index: int
     mode: Mode
     plan: Callable[[int], Plan]
-    run: Callable[[Chunk], None]
-    one_by_one: Callable[[Tensor, TensorDict, Kept | None], ClientUpdates]
+    one_by_one: Callable[..., ClientUpdates]
     shuffled: bool = True
     steps: bool = True
+    phases: Sequence[Phase | None] = (None,)
     on_client_end: Callable[[int], None] | None = None
 
 
@@ -98,18 +70,10 @@ class Chunk:
     losses: Tensor
 
     def __getitem__(self, rows: slice) -> Chunk:
-        def some(stack: Columns) -> Columns:
-            return {name: tensor[rows] for name, tensor in stack.items()}
+        def some(part: Any) -> Any:
+            return {n: t[rows] for n, t in part.items()} if isinstance(part, dict) else part[rows]
 
-        return Chunk(
-            clients=self.clients[rows],
-            plans=self.plans[rows],
-            starts=some(self.starts),
-            results=some(self.results),
-            inputs=some(self.inputs),
-            kept=some(self.kept),
-            losses=self.losses[rows],
-        )
+        return Chunk(**{name: some(part) for name, part in vars(self).items()})
 
 
 def scalars_of(setup: ClientSetup, clients: Tensor) -> Columns:
@@ -292,23 +256,21 @@ class StackedTraining:
         self.workspace = workspace
         self.dependence: dict[bool, Dependence] = {}
         self.samples: list[Tensor] = []
-        self._phases: dict[tuple[int, bool], list[Phase | None]] = {}
 
-    def phases_of(self, epochs: int, anchored: bool) -> list[Phase | None]:
-        """Return the phases of local training; a single ``None`` if all epochs are alike."""
-        key = epochs, anchored
-        if key not in self._phases:
-            phases = self.setup.client_method.phases(self.setup.client, epochs, anchored)
-            self._phases[key] = [*phases] if phases else [None]
-        return self._phases[key]
+    def run(self, chunk: Chunk, work: Work) -> None:
+        """Do a work for the clients of a chunk, in place."""
+        if work.steps:
+            self._train(chunk, work)
+        else:
+            self._add_gradients(chunk, work)
 
-    def train(self, chunk: Chunk, work: Work, phases: Sequence[Phase | None]) -> None:
-        """Train the clients of a chunk, in place, through the phases of local training."""
+    def _train(self, chunk: Chunk, work: Work) -> None:
+        """Train the clients through the phases of local training."""
         stacked = self.stacked
         results = list(chunk.results.values())
         torch._foreach_copy_(results, [chunk.starts[name] for name in chunk.results])
         stacked.prepare(work.mode)
-        for phase in phases:
+        for phase in work.phases:
             if phase is not None and not phase.names:
                 continue
             with stacked.phase(phase):
@@ -317,11 +279,11 @@ class StackedTraining:
         if work.mode.anchored and stacked.changes_afterwards:
             stacked.after_training(state)
         if chunk.kept:
-            keep = state if stacked.remembers_its_state else stacked.remember(state)
+            keep = state if stacked.client_method.remembers_its_state else stacked.remember(state)
             for name, value in chunk.kept.items():
                 value.copy_(keep[name])
 
-    def add_gradients(self, chunk: Chunk, work: Work) -> None:
+    def _add_gradients(self, chunk: Chunk, work: Work) -> None:
         """Add up the gradients of a chunk's clients at their start states."""
         stacked = self.stacked
         stacked.prepare(Mode(anchored=True, remembers=False))
@@ -440,42 +402,18 @@ class StackedTraining:
 
     def _batches(self, chunk: Chunk, work: Work, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk or of a phase, in memory that all chunks share."""
-        setup, data = self.setup, self.setup.data
         plans, first = chunk.plans, 0
-        counts = data.num_samples("train")[chunk.clients].tolist()
         if phase is not None:
             plans = [Plan(plan.sizes, phase.epochs * len(plan.sizes)) for plan in plans]
             first = phase.first
-        several = any(plan.steps > len(plan.sizes) for plan in plans)
-        cached: dict[int, list[Tensor]] = {}
-        held: list[Tensor] = []
-
-        def load(
-            rows: range, epoch: int, needed: list[int]
-        ) -> Iterator[tuple[list[Tensor], Tensor]]:
-            clients = chunk.clients[rows.start : rows.stop]
-            when = work.round_index, first + epoch
-            if work.shuffled:
-                orders = data.orders(clients, *when)
-            else:
-                orders = [torch.arange(counts[row]) for row in rows]
-            for row, client, order, count in zip(rows, clients, orders, needed, strict=True):
-                leaves = cached[row] if row in cached else setup.samples(client, "train")
-                if several:
-                    cached[row] = leaves
-                check_order(counts[row], order)
-                yield setup.augmented(leaves, client, *when), order[:count].to(setup.device)
-            if isinstance(task := setup.client, Task) and setup.has_loss_of_its_kind:
-                labels = [held[1][row, :count] for row, count in zip(rows, needed, strict=True)]
-                task.check_targets(torch.cat(labels))
-
-        def reserve(count: int) -> list[Tensor]:
-            shape = len(chunk.clients), count
-            for place, leaf in enumerate(self.samples):
-                whole = *shape, *leaf.shape[1:]
-                held.append(self.workspace.tensor(f"{place}", whole, leaf.dtype))
-            return held
-
-        # `load` must not hold the batches, even indirectly. In a cycle, the chunk would stay in
-        # memory until Python's garbage collector runs.
-        return Batches(plans, reserve, load, self.dependence[work.mode.anchored].weighs_samples)
+        return Batches(
+            self.setup,
+            chunk.clients,
+            plans,
+            self.samples,
+            self.workspace,
+            round_index=work.round_index,
+            first_epoch=first,
+            shuffled=work.shuffled,
+            filled=self.dependence[work.mode.anchored].weighs_samples,
+        )
