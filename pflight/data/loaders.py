@@ -1,4 +1,4 @@
-"""Loaders of client ids, and of samples that are gathered batch by batch."""
+"""Loaders of samples that are gathered batch by batch, and the visits to clients."""
 
 from __future__ import annotations
 
