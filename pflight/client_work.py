@@ -15,8 +15,8 @@ from torch import Tensor
 from .data.client_names import drawn
 from .data.data_module import FederatedDataModule
 from .data.loaders import Split
-from .engines.alone.engine import SequentialEngine
-from .engines.base import Engine, finite_rows
+from .engines.alone.engine import Engine, SequentialEngine
+from .engines.base import finite_rows
 from .engines.client_setup import ClientSetup
 from .engines.passes import Rows, Sums
 from .errors import ConfigurationError

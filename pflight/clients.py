@@ -42,9 +42,8 @@ from .runs.distributed import owned
 from .runs.failures import Failures
 from .runs.host import check_fits, readable
 from .runs.memory import ClientMemory, MappedMemory
-from .states.buffers import BufferWatch
 from .states.head import Head, has_plain_head, mark, trace
-from .states.server_models import ServerModels
+from .states.server_models import BufferWatch, ServerModels
 from .states.state import StateLayout, expand_state, largest_values, moved
 from .states.updates import ClientFailure, ClientUpdates
 

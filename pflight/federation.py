@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .client_work import TrainingOptions
 from .clients import Clients
-from .engines.alone.copies import set_up
+from .engines.check import set_up
 from .engines.choice import EngineName
 from .errors import ConfigurationError
 from .evaluation import Evaluator, WhichModel, model_of, predict
@@ -32,8 +32,7 @@ from .runs.record import RunRecord
 from .runs.round_log import log_histograms, log_hyperparameters, log_values, silence_hints
 from .runs.same_ranks import check_ranks
 from .server_callback import ServerCallback, attached, server_callback_of
-from .states.server_models import ServerModels, server_work, take_step
-from .states.server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
+from .states.server_models import ServerModels, WaitingSchedule, build_optimizer, server_work
 from .states.state import StateLayout, with_state
 from .states.updates import Evaluation, Predictions
 
@@ -249,7 +248,7 @@ class Federation(L.LightningModule):
         """Check the Trainer's options, and add FedAvg if there is no server callback."""
         check_trainer(self.trainer, self.client)
         server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
-        return [*server, WaitingSchedule(self.clients)]
+        return [*server, WaitingSchedule()]
 
     def setup(self, stage: str) -> None:
         """Connect client, data and callback, and set the server up the first time."""
@@ -278,8 +277,8 @@ class Federation(L.LightningModule):
         callback.on_before_configure_optimizers(self.trainer)
         build = self.server_optimizer or callback.configure_optimizer
         schedule = self.server_scheduler or callback.configure_scheduler
-        optimizer, scheduler = build_optimizer(self.parameters(), build, schedule)
-        if (monitor := monitored(scheduler)) is not None:
+        optimizer, scheduler, monitor = build_optimizer(self.parameters(), build, schedule)
+        if monitor is not None:
             check_monitor(self, self.clients, "the server's ReduceLROnPlateau", monitor)
         self.server.optimizer = optimizer
         return optimizer if scheduler is None else ([optimizer], [scheduler])
@@ -301,8 +300,7 @@ class Federation(L.LightningModule):
         failures.raise_together()
         log_values(self, self.clients.end_round(failures.clients), self.clients.last_round)
         log_histograms(self, self.clients.current.histograms, self.clients.last_round)
-        take_step(self, optimizer, self.clients.last_round)
-        step_schedule(self.lr_schedulers())
+        self.server.take_step(self, optimizer, self.clients.last_round)
 
     def on_fit_end(self) -> None:
         """Copy the memory of all ranks to every rank. Raise if no client was trained or judged."""

@@ -23,11 +23,10 @@ from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_
 from .modifiers import Frozen, Modifier, OfLayers, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
 from .runs.checks import check_same_options
-from .states.buffers import unit_vectors
 from .states.declared import DeclaredState
 from .states.head import EXTRA
 from .states.layers import head_entries
-from .states.server_models import ServerModels
+from .states.server_models import ServerModels, unit_vectors
 from .states.state import StateLayout, state_bytes
 from .states.updates import ClientUpdates
 from .transforms.base import STAGES, Transform

@@ -1,4 +1,4 @@
-"""The clients that take part in a round, and the clients that answer."""
+"""The clients that take part in a round or an evaluation, and the clients that answer."""
 
 from __future__ import annotations
 
@@ -169,3 +169,24 @@ class CohortLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.cohorts.sample(self.round)
+
+
+class ClientLoader:
+    """Yields client ids in chunks, for evaluation.
+
+    It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
+
+    Args:
+        clients: The ids to yield, ``[N]``.
+        chunk_size: Number of ids in a chunk; the last may have fewer.
+    """
+
+    def __init__(self, clients: Tensor, chunk_size: int) -> None:
+        self.clients = clients
+        self.chunk_size = chunk_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.clients) / self.chunk_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.clients.split(self.chunk_size))

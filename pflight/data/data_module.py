@@ -20,13 +20,12 @@ from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
 from .client_names import numbered
-from .cohort import CohortLoader, CohortSampler, check_cohort_options
+from .cohort import ClientLoader, CohortLoader, CohortSampler, check_cohort_options
 from .fingerprint import checksum_of
 from .loaders import (
     SPLITS,
     AugmentedSamples,
     Batch,
-    ClientLoader,
     EpochSampler,
     IndexedSamples,
     Split,

@@ -1,8 +1,7 @@
-"""Loaders of client ids, and of samples that are gathered batch by batch."""
+"""Loaders of samples that are gathered batch by batch, and the visits to clients."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -26,27 +25,6 @@ class Rows(Protocol):
     def __getitem__(self, rows: Tensor, /) -> Tensor:
         """Return the features ``[m, ...]`` of some rows ``[m]``."""
         ...
-
-
-class ClientLoader:
-    """Yields client ids in chunks, for evaluation.
-
-    It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
-
-    Args:
-        clients: The ids to yield, ``[N]``.
-        chunk_size: Number of ids in a chunk; the last may have fewer.
-    """
-
-    def __init__(self, clients: Tensor, chunk_size: int) -> None:
-        self.clients = clients
-        self.chunk_size = chunk_size
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.clients) / self.chunk_size)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.clients.split(self.chunk_size))
 
 
 class Visit(NamedTuple):

@@ -1,10 +1,9 @@
 """Engines: they run the local training of a cohort."""
 
-from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.alone.engine import Engine, SequentialEngine
 from pflight.engines.stacked.engine import VectorizedEngine
 from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
-from .base import Engine
 from .choice import Choice, EngineName, build_engine
 from .client_setup import ClientSetup
 

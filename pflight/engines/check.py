@@ -1,8 +1,13 @@
-"""Checks before the start whether a module can be a client."""
+"""Checks before the start: whether a module can be a client, and how many operations it has."""
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +17,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError, said_by
+from pflight.errors import ConfigurationError, described, said_by
 from pflight.options import check_optimizer
 from pflight.states.updates import STOPS
 from pflight.task import Task, trains_as_a_task
 
 from .client_setup import ClientSetup
-from .operations import count_operations
 from .time_limit import time_limit
 
+OF_A_MODULE = {*vars(nn.Module()), *vars(LightningModule())} | {"_hparams", "_trainer"}
+"""Attributes that every LightningModule has."""
+_THIN = 4  # input channels
+_DEEPEST = 20  # searched levels of attributes
 _IGNORED_HOOKS = {
     "configure_callbacks": "the federation's Trainer has the callbacks",
     "on_save_checkpoint": "the federation's Trainer writes the checkpoints",
@@ -34,6 +42,61 @@ _IGNORED_HOOKS = {
 """Hooks that no client calls, each with the reason."""
 
 
+class Operations(NamedTuple):
+    """Floating-point operations of a forward pass."""
+
+    total: float
+    """Operations of matrix products and convolutions. They are most of all operations."""
+    thin: float
+    """Operations of convolutions with at most four input channels, such as of an image."""
+
+
+def count_operations(
+    network: nn.Module, x: Tensor, function: Callable[..., Any] = operator.call
+) -> Operations:
+    """Count the operations of a forward pass in evaluation mode.
+
+    Args:
+        network: The network; a copy of it is run.
+        x: The network's input ``[batch, ...]``.
+        function: A function of the copy and the input to run instead of a forward pass.
+
+    Returns:
+        The operations for all samples. They are infinite if they can't be counted: the network may
+        have any size.
+
+    Example:
+        >>> count_operations(nn.Conv1d(2, 3, kernel_size=4), torch.ones(1, 2, 13))
+        Operations(total=480.0, thin=480.0)
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    convolution = torch.ops.aten.convolution
+    network = copy.deepcopy(network).eval()
+    first = next(network.parameters(), x)
+    if x.is_floating_point():
+        x = x.to(first.dtype)
+    everything = FlopCounterMode(display=False)
+    thin = FlopCounterMode(display=False, custom_mapping={convolution: _thin_operations})
+    try:
+        # Without gradients, transformers take other paths.
+        with everything, thin, torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module warns again when it trains
+            function(network, x.to(first.device))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a user's network may raise anything
+        return Operations(math.inf, math.inf)
+    return Operations(
+        float(everything.get_total_flops()),
+        float(thin.get_flop_counts().get("Global", {}).get(convolution, 0)),
+    )
+
+
+def _thin_operations(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:]) if weight[1] <= _THIN else 0
+
+
 class Findings(NamedTuple):
     """Properties of a task's network, found by running it."""
 
@@ -43,12 +106,12 @@ class Findings(NamedTuple):
     """Whether the network changes its input in place."""
 
 
-def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
+def check_client(setup: ClientSetup, copied: LightningModule) -> Findings:
     """Raise unless module, client method and data fit together. Warn of hooks that are not called.
 
     Args:
         setup: The client module, its client method, and its data.
-        copy: A copy of the module to run.
+        copied: A copy of the module to run.
 
     Raises:
         ConfigurationError: Naming the part that does not fit.
@@ -88,7 +151,7 @@ def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
         )
     if not isinstance(module, Task):
         return Findings()
-    findings = _run(setup, module, copy) if setup.example else Findings()
+    findings = _run(setup, module, copied) if setup.example else Findings()
     try:
         check_optimizer(Task.configure_optimizers(module))
     except (KeyboardInterrupt, SIGTERMException):
@@ -99,9 +162,9 @@ def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
     return findings
 
 
-def _run(setup: ClientSetup, task: Task, copy: LightningModule) -> Findings:
+def _run(setup: ClientSetup, task: Task, copied: LightningModule) -> Findings:
     """Run a task's network on samples."""
-    network: Any = copy.eval()
+    network: Any = copied.eval()
     evaluated = any(setup.data.num_samples(split).any() for split in ("val", "test"))
     x, y = (leaf.clone() for leaf in setup.example)
     judged = evaluated and setup.task is not None
@@ -131,3 +194,83 @@ def _run(setup: ClientSetup, task: Task, copy: LightningModule) -> Findings:
             reason = str(error).replace("its model", "the network", 1)
             raise ConfigurationError(reason) from error
     return Findings(count_operations(network, x[:1]).total, changes_input)
+
+
+def set_up(module: LightningModule) -> LightningModule:
+    """Return a copy of a client module after a Trainer's set-up calls.
+
+    Raises:
+        ConfigurationError: If it has an attribute that can't be copied.
+    """
+    module = _copied(module)
+    module.prepare_data()
+    module.setup(stage="fit")
+    module.configure_model()
+    if any(is_overridden(hook, module) for hook in ("prepare_data", "setup", "configure_model")):
+        _copied(module)
+    return module
+
+
+def _copied(module: LightningModule) -> LightningModule:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # an attribute may raise anything
+        raise ConfigurationError(_why_not_copied(module, error)) from error
+
+
+def _why_not_copied(module: LightningModule, error: Exception) -> str:
+    """Return a message: the attribute of a module that can't be copied, and the remedy."""
+    for prefix, part in module.named_modules():
+        where = ".".join(filter(None, ["client", prefix]))
+        for name, value in _attributes(part):
+            try:
+                copy.deepcopy(value)
+            except Exception as own:
+                name, value = _innermost(f"{where}.{name}", value)
+                return (
+                    f"{name}, of type {type(value).__name__}, can't be copied, and each client "
+                    f"trains a copy of the module: {_remedy(part, value, own)}"
+                )
+    name = type(module).__name__
+    return f"{name} can't be copied, and each client trains a copy of it: {described(error)}"
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module itself, its buffers, hyperparameters and hooks."""
+    for name, value in vars(part).items():
+        if name not in OF_A_MODULE:
+            yield name, value
+        elif name == "_buffers" or (name.endswith("_hooks") and isinstance(value, Mapping)):
+            hooks = "" if name == "_buffers" else f"{name}."
+            yield from ((f"{hooks}{key}", one) for key, one in value.items())
+        elif name == "_hparams":
+            yield "hparams", value
+
+
+def _innermost(name: str, value: Any, outside: tuple[int, ...] = ()) -> tuple[str, Any]:
+    """Return the innermost value in an object that can't be copied, with its name."""
+    if isinstance(value, Mapping):
+        inner = ((f"{name}[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{name}[{place}]", one) for place, one in enumerate(value))
+    else:
+        inner = ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+    if isinstance(value, ModuleType | type) or len(outside) > _DEEPEST:
+        return name, value
+    for inner_name, one in inner:
+        try:
+            copy.deepcopy(one)
+        except Exception:
+            if id(one) not in outside:
+                return _innermost(inner_name, one, (*outside, id(value)))
+    return name, value
+
+
+def _remedy(part: nn.Module, value: Any, error: Exception) -> str:
+    if any("WeightNorm" in type(hook).__name__ for hook in part._forward_pre_hooks.values()):
+        return "use torch.nn.utils.parametrizations.weight_norm in place of the hook"
+    if isinstance(value, Tensor):
+        return "it is the result of a computation that is differentiated: detach() it"
+    if isinstance(value, ModuleType):
+        return "import it at the top of the file"
+    return f"make it in the method that uses it ({described(error)})"

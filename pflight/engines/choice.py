@@ -16,14 +16,13 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
 from pflight.engines.alone.client import task_loss
-from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.alone.engine import Engine, SequentialEngine
 from pflight.engines.stacked.engine import VectorizedEngine
 from pflight.engines.stacked.probe import has_sample_losses
 from pflight.errors import ConfigurationError
 
-from .base import Engine
+from .check import Operations, count_operations
 from .client_setup import ClientSetup
-from .operations import Operations, count_operations
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 
@@ -126,8 +125,7 @@ def _operations(setup: ClientSetup) -> Operations:
     x, *others = (leaf[:1].clone() for leaf in setup.example)
 
     def step(module: LightningModule, x: Tensor) -> Tensor:
-        assert setup.form is not None
-        return task_loss(module, setup.form.batch([x, *others]))
+        return task_loss(module, setup.batch([x, *others]))
 
     found = count_operations(setup.client, x.clone())
     return found if math.isfinite(found.total) else count_operations(setup.client, x, step)
@@ -162,8 +160,8 @@ def build_engine(
         warned: As in :class:`VectorizedEngine`.
 
     Raises:
-        ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or if clients
-            can't be interrupted.
+        ConfigurationError: As in :meth:`SequentialEngine.check_input`, or if clients can't be
+            interrupted.
     """
     if setup.client_timeout is None:
         choice = choose(wanted, chunk, setup)

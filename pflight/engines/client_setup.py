@@ -1,30 +1,202 @@
-"""The clients' parts that an engine knows before training: module, client method and data."""
+"""The clients' parts that an engine knows before training: module, client method, and samples."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod
+from pflight.method import ClientMethod, Phase
 from pflight.states.state import StateLayout, resting_parts
+from pflight.states.updates import STOPS, ClientFailure
 from pflight.task import Task
 
-from .samples import Form, checked, usual_samples
-from .time_limit import check_timer
+from .time_limit import check_timer, time_limit
 
+_ASKED = 5  # clients whose samples are read; one or two may be unusual
 _NAMED = 5  # clients in a message about many
+
+
+class Kind(NamedTuple):
+    """Shape and type of one of the tensors of a sample."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+
+
+class Form(NamedTuple):
+    """The common structure of all clients' samples.
+
+    Samples are any nesting of tensors ``[n, ...]``, most often a pair of features and labels.
+    """
+
+    names: tuple[str, ...]
+    """Names of the tensors."""
+    kinds: tuple[Kind, ...]
+    """Kinds of the tensors of a single sample."""
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, samples: Any) -> Form:
+        """Return the form of some samples."""
+        named, spec = tree_flatten_with_path(samples)
+        kinds = tuple(Kind(leaf.shape[1:], leaf.dtype) for _, leaf in named)
+        if _is_pair(samples):
+            return cls(("features", "labels"), kinds, spec)
+        return cls(tuple(f"samples{keystr(path)}" for path, _ in named), kinds, spec)
+
+    def fits_pair(self, samples: Any) -> bool:
+        """Return whether the samples are features and as many labels of this form. It is fast."""
+        if len(self.kinds) != 2 or not _is_pair(samples):
+            return False
+        (x, y), (of_x, of_y) = samples, self.kinds
+        return (
+            x.shape[1:] == of_x.shape
+            and y.shape[1:] == of_y.shape
+            and x.dtype == of_x.dtype
+            and y.dtype == of_y.dtype
+            and x.dim() > 0 < y.dim()
+            and x.shape[0] == y.shape[0]
+            and self.names[0] == "features"
+        )
+
+    def fitted(self, samples: Any) -> list[Tensor]:
+        """Return the tensors of samples of this form. No samples at all also fit.
+
+        Raises:
+            ValueError: If the samples have another form.
+        """
+        leaves, _ = tree_flatten(samples)
+        form = Form.of(samples)
+        if form.names != self.names:
+            raise ValueError(
+                f"its samples hold {', '.join(form.names)}, those of other clients "
+                f"{', '.join(self.names)}"
+            )
+        if form.kinds == self.kinds:
+            return leaves
+        if not len(leaves[0]):
+            return [
+                leaf.new_empty((0, *shape), dtype=dtype)
+                for leaf, (shape, dtype) in zip(leaves, self.kinds, strict=True)
+            ]
+        parts = zip(self.names, form.kinds, self.kinds, strict=True)
+        name, own, usual = next(part for part in parts if part[1] != part[2])
+        raise ValueError(f"its {name} are {own}, those of other clients {usual}")
+
+    def batch(self, leaves: list[Tensor]) -> Any:
+        """Return samples made of tensors in the order of :attr:`names`."""
+        return tuple(leaves) if self.names[0] == "features" else tree_unflatten(leaves, self.spec)
+
+
+def _is_pair(samples: Any) -> bool:
+    return (
+        isinstance(samples, tuple | list)
+        and len(samples) == 2
+        and all(isinstance(part, Tensor) for part in samples)
+    )
+
+
+def checked(samples: Any, of_pairs: bool) -> Any:
+    """Return a client's samples, checked: tensors of one length.
+
+    Args:
+        samples: The client's samples.
+        of_pairs: Whether the samples have to be features and labels.
+
+    Raises:
+        TypeError: If the samples are not a pair of tensors or, without ``of_pairs``, a nesting.
+        ValueError: If the tensors have different lengths.
+    """
+    leaves = tree_leaves(samples)
+    if of_pairs and not _is_pair(samples):
+        of_parts = isinstance(samples, tuple | list)
+        kinds = [type(part).__name__ for part in samples] if of_parts else []
+        got = f"({', '.join(kinds[:3])}{', ...' * (len(kinds) > 3)})" if kinds else ""
+        raise TypeError(
+            f"samples() must return a pair of tensors, features and labels, "
+            f"not {got or type(samples).__name__}"
+        )
+    odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor)), None)
+    if odd is not None or not leaves:
+        what = f"with a {type(odd).__name__} in it" if leaves else "that holds nothing"
+        raise TypeError(f"samples() must return tensors, not a {type(samples).__name__} {what}")
+    if not all(leaf.dim() and len(leaf) == len(leaves[0]) for leaf in leaves):
+        shapes = [list(leaf.shape) for leaf in leaves]
+        if _is_pair(samples):
+            raise ValueError(
+                f"samples() must return as many labels as features, not features of shape "
+                f"{shapes[0]} and labels of shape {shapes[1]}"
+            )
+        raise ValueError(f"samples() must return tensors of one length, not of shapes {shapes}")
+    return samples
+
+
+def check_order(count: int, order: Tensor) -> None:
+    """Raise a ``ValueError`` unless this is an order of ``count`` samples."""
+    if len(order) != count:
+        raise ValueError(f"order() gives {len(order)} positions for {count} training samples")
+
+
+def usual_samples(data: FederatedDataModule, of_pairs: bool, timeout: float | None) -> Any:
+    """Return the training samples of a client, in the most frequent form.
+
+    Only the first clients are read. Finite samples are preferred. Any of these clients may differ,
+    fail, or take longer than ``timeout`` seconds.
+
+    Raises:
+        ConfigurationError: If all these clients fail.
+    """
+    found: list[Any] = []
+    failures: list[ClientFailure] = []
+    for client in data.train_clients[:_ASKED].tolist():
+        try:
+            with time_limit(timeout):
+                found.append(checked(data.samples(client, "train"), of_pairs))
+        except STOPS:
+            raise
+        except BaseException as error:
+            failures.append(ClientFailure.of(client, error))
+    if not found:
+        first = failures[0]
+        whose = f"client {data.numbered(first.client)}"
+        raise ConfigurationError(
+            f"the training samples of {whose} can't be used: {first.reason}"
+        ) from first.error
+    forms = [Form.of(samples)[:2] for samples in found]
+    (form, _), *_ = Counter(forms).most_common(1)
+    usual = [samples for samples, own in zip(found, forms, strict=True) if own == form]
+    return next(filter(are_finite, usual), usual[0])
+
+
+def are_finite(samples: Any) -> bool:
+    """Return whether results on these samples can be compared."""
+    try:
+        return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(samples))
+    except Exception:  # tensors without elements or rows
+        return False
 
 
 class ClientSetup:
@@ -77,6 +249,8 @@ class ClientSetup:
         self.client_timeout = client_timeout
         self.lr_decay = lr_decay
         self.round_index = 0
+        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
+        self._as_they_are = type(precision) is Precision  # whether samples keep their types
         if client_timeout is not None:
             check_timer()
         self.task: Task | None = None
@@ -97,7 +271,7 @@ class ClientSetup:
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
-            usual = usual_samples(data, self._of_pairs, client_timeout)
+            usual = usual_samples(data, isinstance(client, Task), client_timeout)
             samples = precision.convert_input(usual)
             self.form = Form.of(samples)
             if data.augmentation is not None and self.form.names[0] != "features":
@@ -118,15 +292,18 @@ class ClientSetup:
             for group in groups:
                 group["lr"] = group["lr"] * self.lr_decay**self.round_index
 
+    def phases(self, epochs: int, anchored: bool) -> list[Phase] | None:
+        """Return the phases of local training, or ``None`` if all epochs are alike."""
+        key = epochs, anchored
+        if key not in self._phases:
+            self._phases[key] = self.client_method.phases(self.client, *key)
+        return self._phases[key]
+
     @cached_property
     def tells_round(self) -> bool:
         """Whether the module has a ``round_index`` that can be set."""
         found = inspect.getattr_static(self.client, "round_index", None)
         return found is not None and not isinstance(found, property)
-
-    @property
-    def _as_they_are(self) -> bool:
-        return type(self.precision) is Precision
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,10 +316,6 @@ class ClientSetup:
         classes: Any = self.client.num_classes
         return self.data.class_counts("train", classes).to(self.device, self.dtype)
 
-    @property
-    def _of_pairs(self) -> bool:
-        return isinstance(self.client, Task)
-
     def samples(self, client: int, split: Split) -> list[Tensor]:
         """Return the tensors of a client's samples, on the device.
 
@@ -154,7 +327,7 @@ class ClientSetup:
         assert self.form is not None
         samples: Any = self.data.samples(client, split)
         if not self._as_they_are or not self.form.fits_pair(samples):
-            samples = self.precision.convert_input(checked(samples, self._of_pairs))
+            samples = self.precision.convert_input(checked(samples, isinstance(self.client, Task)))
             samples = self.form.fitted(samples)
         if samples[0].shape[0] != (count := int(self.data.num_samples(split)[client])):
             called = {"train": "training", "val": "validation"}.get(split, split.replace("_", " "))
@@ -162,6 +335,11 @@ class ClientSetup:
                 f"it has {len(samples[0])} {called} samples, but num_samples() says {count}"
             )
         return [leaf.to(self.device) for leaf in samples]
+
+    def batch(self, leaves: list[Tensor]) -> Any:
+        """Return a batch made of tensors, in the order of the samples' form."""
+        assert self.form is not None
+        return self.form.batch(leaves)
 
     def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:
         """Return the augmented training samples of a client in one local epoch.

@@ -32,7 +32,7 @@ class Sums(Pass):
         self.batch_size = batch_size
 
     def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
-        """See :class:`~pflight.method.Pass`."""
+        """See :class:`~pflight.local_client.Pass`."""
         device = next(iter(c.weights.values())).device
         totals = {name: torch.zeros_like(t, device=device) for name, t in self.like.items()}
         for batch in batches:
@@ -61,7 +61,7 @@ class Rows(Pass):
         self.split = split
 
     def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
-        """See :class:`~pflight.method.Pass`."""
+        """See :class:`~pflight.local_client.Pass`."""
         parts = [self.measure(c, batch) for batch in batches]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -82,7 +82,7 @@ class Loss(Pass):
         self.split = split
 
     def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
-        """See :class:`~pflight.method.Pass`."""
+        """See :class:`~pflight.local_client.Pass`."""
         device = next(iter(c.weights.values())).device
         total = torch.zeros((), dtype=torch.double, device=device)
         for size, batch in zip(batches.sizes, batches, strict=True):

@@ -1,4 +1,4 @@
-"""The server's models, as parameters for the server optimizer."""
+"""The server's models: their optimizer with its schedule, and a watch over averaged buffers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, described
+from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 
 from .state import StateLayout, StateModule, expand_state
+from .updates import ClientUpdates
+
+Schedule = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
 
 
 @contextmanager
@@ -55,33 +64,6 @@ def check_finite(values: Mapping[str, Any], whose: str, round_index: int) -> Non
                 f"after round {round_index}, {whose} is not finite ({name}): lower the server's "
                 "step; checkpoints of earlier rounds are as they were"
             )
-
-
-def take_step(federation: Any, optimizer: Optimizer, round_index: int) -> None:
-    """Step the server's models. Drop gradients that are not finite, with a warning.
-
-    Args:
-        federation: The module with the server's models.
-        optimizer: The server optimizer.
-        round_index: The round that ends.
-
-    Raises:
-        ConfigurationError: If the step leaves a model that is not finite.
-    """
-    server, names = federation.server, {p: name for name, p in federation.named_parameters()}
-    refused, server.refused = server.refused, []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
-            parameter.grad = None
-            refused.append(names.get(parameter, "a parameter"))
-    if refused:
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        rank_zero_warn(
-            f"round {round_index}: {refused[0]}{more} would not be finite: the server keeps what "
-            "it had before"
-        )
-    optimizer.step()
-    check_finite(dict(server.named_parameters()), "the server's model", round_index)
 
 
 class ServerModels(nn.ModuleList):
@@ -210,6 +192,42 @@ class ServerModels(nn.ModuleList):
             for name, value in state.items():
                 tensors[name].copy_(value)
 
+    def take_step(self, federation: Any, optimizer: Optimizer, round_index: int) -> None:
+        """Step the server's models, then the scheduler unless it watches a metric.
+
+        Gradients that are not finite are dropped with a warning.
+
+        Args:
+            federation: The federation, with the names of all parameters and the scheduler.
+            optimizer: The server optimizer.
+            round_index: The round that ends.
+
+        Raises:
+            ConfigurationError: If a model is not finite afterwards, or the scheduler can't step.
+        """
+        names = {p: name for name, p in federation.named_parameters()}
+        refused, self.refused = self.refused, []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                parameter.grad = None
+                refused.append(names.get(parameter, "a parameter"))
+        if refused:
+            more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            rank_zero_warn(
+                f"round {round_index}: {refused[0]}{more} would not be finite: the server keeps "
+                "what it had before"
+            )
+        optimizer.step()
+        check_finite(dict(self.named_parameters()), "the server's model", round_index)
+        scheduler = federation.lr_schedulers()
+        if isinstance(scheduler, LRScheduler) and _monitored(scheduler) is None:
+            try:
+                scheduler.step()
+            except Exception as error:
+                raise ConfigurationError(
+                    f"server_scheduler: {type(scheduler).__name__} can't step: {described(error)}"
+                ) from error
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServerModels:
         self.frozen = {name: fn(tensor) for name, tensor in self.frozen.items()}
         super()._apply(fn, recurse)
@@ -243,3 +261,136 @@ class ServerModels(nn.ModuleList):
         ]
         self.refused += odd
         return not odd
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    build: Callable[[Iterable[nn.Parameter]], Optimizer],
+    schedule: Schedule,
+) -> tuple[Optimizer, LRScheduler | ReduceLROnPlateau | None, str | None]:
+    """Build the server optimizer, its scheduler if there is one, and the metric that it watches.
+
+    Raises:
+        ConfigurationError: If they can't be built.
+    """
+    try:
+        optimizer = build(list(parameters))
+        check_optimizer(optimizer)
+        scheduler = schedule(optimizer)
+        return optimizer, scheduler, _monitored(scheduler)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
+
+
+def _monitored(scheduler: object) -> str | None:
+    """Return the metric that a scheduler watches, or ``None``."""
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+    return getattr(scheduler, "monitor", "val/macro_acc") if plateau else None
+
+
+class WaitingSchedule(L.Callback):
+    """Steps a server's scheduler that watches a metric, when the round has the metric.
+
+    It also checks the server optimizer after a checkpoint was loaded.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise if the checkpoint has the state of an optimizer of another class.
+
+        Raises:
+            ConfigurationError: Naming the missing options.
+        """
+        for optimizer in trainer.optimizers:
+            # When PyTorch loads a state, it adds "differentiable" to the defaults only.
+            expected = optimizer.defaults.keys() - {"differentiable"}
+            if missing := sorted(expected - optimizer.param_groups[0].keys()):
+                raise ConfigurationError(
+                    f"the checkpoint does not fit this federation: its server optimizer is not a "
+                    f"{type(optimizer).__name__}, which has {', '.join(missing)}"
+                )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Step the scheduler with the round's metric."""
+        scheduler = pl_module.lr_schedulers()
+        values = pl_module.history[-1].metrics
+        if (monitor := _monitored(scheduler)) in values:
+            scheduler.step(values[monitor])
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Warn if no round had the metric."""
+        monitor, history = _monitored(pl_module.lr_schedulers()), pl_module.history
+        if monitor and history and not any(monitor in entry.metrics for entry in history):
+            rank_zero_warn(
+                f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the step "
+                "size was never reduced"
+            )
+
+
+def unit_vectors(module: nn.Module) -> list[str]:
+    """Return the names of the buffers with spectral norm's vectors of length 1.
+
+    Example:
+        >>> unit_vectors(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)))
+        ['parametrizations.weight.0._u', 'parametrizations.weight.0._v']
+    """
+    found = [
+        f"{name}.{own}"
+        for name, part in module.named_modules()
+        for own in (
+            *(("_u", "_v") if isinstance(part, _SpectralNorm) else ()),
+            *(
+                f"{hook.name}{end}"
+                for hook in part._forward_pre_hooks.values()
+                if isinstance(hook, SpectralNorm)
+                for end in ("_u", "_v")
+            ),
+        )
+    ]
+    buffers = dict(module.named_buffers())
+    return [name for name in (one.removeprefix(".") for one in found) if name in buffers]
+
+
+class BufferWatch:
+    """Warns once of buffers that clients change and that are no statistics of a norm.
+
+    Single numbers, such as a counter, are not watched.
+
+    Args:
+        module: The client module.
+        layout: Its state layout.
+    """
+
+    def __init__(self, module: nn.Module, layout: StateLayout) -> None:
+        known = {*unit_vectors(module)}
+        for name, part in module.named_modules():
+            if isinstance(part, _NormBase):
+                start = f"{name}." if name else ""
+                known |= {f"{start}{own}" for own, _ in part.named_buffers(recurse=False)}
+        own = {*layout.own, *layout.extra}
+        vectors = {name for name, tensor in layout.template.items() if tensor.numel() > 1}
+        self._names = vectors.intersection([*layout.averaged, *layout.counters]) - known - own
+
+    def look(
+        self, clients: Tensor, sent: TensorDict, updates: ClientUpdates, round_index: int
+    ) -> None:
+        """Compare the buffers that the clients ``[C]`` received and returned."""
+        states = updates.states
+        names = sorted(self._names.intersection(sent.keys(), states.keys()))
+        if not names:
+            return
+        rows = torch.isin(clients, updates.clients)
+        changed = [name for name in names if self._differ(sent[name][rows], states[name])]
+        if not changed:
+            return
+        self._names.clear()
+        rank_zero_warn(
+            f"round {round_index}: clients change the buffer {changed[0]}"
+            f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}, and the server takes "
+            "their mean, or the maximum of whole numbers; if that makes no sense, as for a "
+            "codebook or a mask, give the server callback buffers='local'"
+        )
+
+    @staticmethod
+    def _differ(before: Tensor, after: Tensor) -> bool:
+        return not torch.equal(before.nan_to_num(), after.nan_to_num())

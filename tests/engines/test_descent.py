@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from pflight.callbacks import FedAvg
-from pflight.engines.alone.descent import Descent
-from pflight.engines.phases import paced
+from pflight.engines.alone.training import Descent
+from pflight.engines.base import paced
 from pflight.method import Phase
 from pflight.models import Classifier
 from tests.runs import linear_client, run, sgd, small_data
@@ -55,7 +55,7 @@ def test_the_steps_are_those_of_sgd(options: dict[str, Any]) -> None:
         )
         for n in networks
     ]
-    assert Descent.suits(optimizers[:1])
+    assert Descent.suits(optimizers[0])
     descent = Descent(optimizers[0])
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for head in (0, 1, 1, 0):  # a head that is not used keeps its momentum and its weights
@@ -98,20 +98,20 @@ class OwnSGD(SGD):
 
 
 @pytest.mark.parametrize(
-    "optimizers",
+    "optimizer",
     [
-        lambda: [Adam(parameters())],
-        lambda: [OwnSGD(parameters(), lr=0.1)],
+        lambda: Adam(parameters()),
+        lambda: OwnSGD(parameters(), lr=0.1),
         lambda: [SGD(parameters(), lr=0.1)] * 2,
-        lambda: [SGD(parameters(trained=False), lr=0.1)],
-        lambda: [SGD(parameters(), lr=0.1, differentiable=True)],
-        lambda: [hooked()],
-        lambda: [scheduled()],
+        lambda: SGD(parameters(trained=False), lr=0.1),
+        lambda: SGD(parameters(), lr=0.1, differentiable=True),
+        hooked,
+        scheduled,
     ],
     ids=["Adam", "subclass", "two", "frozen", "differentiable", "hook", "scheduler"],
 )
-def test_other_optimizers_step_themselves(optimizers: Callable[[], list[Any]]) -> None:
-    assert not Descent.suits(optimizers())
+def test_other_optimizers_step_themselves(optimizer: Callable[[], Any]) -> None:
+    assert not Descent.suits(optimizer())
 
 
 class Hooked(Classifier):

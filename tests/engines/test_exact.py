@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.backends import cuda, cudnn
 
-from pflight.engines.stacked.exact import takes_tf32, without_tf32
+from pflight.engines.stacked.audit import takes_tf32, without_tf32
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pflight.engines.operations import count_operations
+from pflight.engines.check import count_operations
 
 IMAGES = torch.zeros(5, 3, 8, 8)
 

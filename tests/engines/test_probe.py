@@ -29,7 +29,7 @@ from pflight.callbacks import (
     PFedMe,
 )
 from pflight.datamodules import TensorClients
-from pflight.engines.stacked.audit import Audit, Witness
+from pflight.engines.stacked.audit import Audit
 from pflight.engines.stacked.training import StackedTraining
 from pflight.errors import ClientError, ConfigurationError
 from pflight.local_client import LocalClient
@@ -499,12 +499,12 @@ def test_a_single_client_next_to_a_kink_stops_no_run(
 
 
 def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    audited: list[Witness] = []
+    audited: list[list[Tensor]] = []
     contradicts = Audit.contradicts
 
-    def noted(self: Audit, found: Witness) -> bool:
-        audited.append(found)
-        return contradicts(self, found)
+    def noted(self: Audit, state: Any, leaves: list[Tensor], *found: Any) -> bool:
+        audited.append(leaves)
+        return contradicts(self, state, leaves, *found)
 
     monkeypatch.setattr(Audit, "contradicts", noted)
     data = TensorClients(
@@ -515,7 +515,7 @@ def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.Monk
     )
     run(client_of(Classifier), data, rounds=9, local_epochs=2, engine="vectorized")
     assert len(audited) == 4  # in rounds 0, 1, 3 and 7
-    assert all(len(found.leaves[1]) <= 4 for found in audited)
+    assert all(len(leaves[1]) <= 4 for leaves in audited)
 
 
 HALVES = {

@@ -649,7 +649,7 @@ def test_memory_does_not_grow_with_clients() -> None:
         engine = run(
             linear_client(), data, engine="vectorized", clients_at_once=5
         ).clients.attached_engine
-        return sum(tensor.nbytes for tensor in engine._workspace.held.values())
+        return sum(tensor.nbytes for tensor in engine._trainer.workspace.held.values())
 
     assert held(10) == held(200)
 

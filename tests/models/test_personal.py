@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import APFL, Ditto, PerFedAvg, PFedMe, ServerCallback
+from pflight.engines.alone.client import LocalModels
 from pflight.engines.alone.copies import ready
-from pflight.engines.alone.models import LocalModels
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.stacked.stack import ANCHOR, Stack
 from pflight.method import OWN, PERSONAL, ClientMethod, layout_with

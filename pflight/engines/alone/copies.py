@@ -4,23 +4,55 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from pflight.errors import ConfigurationError, described
+from pflight.engines.check import OF_A_MODULE
 from pflight.states.state import StateLayout, rest_frozen, state_tensors
 from pflight.task import Task
 
-from .trainer import ModuleTrainer
+from .trainer import ModuleTrainer, nothing
+
+
+@contextmanager
+def muted(module: L.LightningModule) -> Iterator[None]:
+    """Keep a copy from logging, and its metrics from counting."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    counted = [(metric, _states(metric), metric._update_count) for metric in metrics]
+    for metric in metrics:  # not in place: the pass may be differentiated
+        _set_states(metric, metric._copy_state_dict())
+    own = vars(module)
+    before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
+    own.update(dict.fromkeys(before, nothing))
+    try:
+        yield
+    finally:
+        for name, held in before.items():
+            if held is None:
+                del own[name]
+            else:
+                own[name] = held
+        for metric, states, count in counted:
+            _set_states(metric, states)
+            metric._update_count, metric._computed = count, None
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:
+    for name, value in states.items():
+        setattr(metric, name, value)
 
 
 class Frozen:
@@ -88,6 +120,9 @@ class Copies:
     ) -> None:
         self._pristine = ready(template)
         precision.convert_module(self._pristine).to(device)
+        for part in self._pristine.modules():
+            if isinstance(part, Metric):  # it must not add up counts of different ranks' clients
+                part.distributed_available_fn = _never
         if channels_last:
             self._pristine.to(memory_format=torch.channels_last)
         tensors, frozen, own = state_tensors(self._pristine), {*layout.frozen}, {*layout.own}
@@ -187,84 +222,8 @@ class Copies:
         return list(map(len, self._registers)), list(map(id, values))
 
 
-def set_up(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a client module after a Trainer's set-up calls.
-
-    Raises:
-        ConfigurationError: If it has an attribute that can't be copied.
-    """
-    module = _copied(module)
-    module.prepare_data()
-    module.setup(stage="fit")
-    module.configure_model()
-    if any(is_overridden(hook, module) for hook in ("prepare_data", "setup", "configure_model")):
-        _copied(module)
-    return module
-
-
-def _copied(module: L.LightningModule) -> L.LightningModule:
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:  # an attribute may raise anything
-        raise ConfigurationError(_why_not_copied(module, error)) from error
-
-
-def _why_not_copied(module: L.LightningModule, error: Exception) -> str:
-    """Return a message: the attribute of a module that can't be copied, and the remedy."""
-    for prefix, part in module.named_modules():
-        where = ".".join(filter(None, ["client", prefix]))
-        for name, value in _attributes(part):
-            try:
-                copy.deepcopy(value)
-            except Exception as own:
-                name, value = _innermost(f"{where}.{name}", value)
-                return (
-                    f"{name}, of type {type(value).__name__}, can't be copied, and each client "
-                    f"trains a copy of the module: {_remedy(part, value, own)}"
-                )
-    name = type(module).__name__
-    return f"{name} can't be copied, and each client trains a copy of it: {described(error)}"
-
-
-def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module itself, its buffers, hyperparameters and hooks."""
-    for name, value in vars(part).items():
-        if name not in _OF_A_MODULE:
-            yield name, value
-        elif name == "_buffers" or (name.endswith("_hooks") and isinstance(value, Mapping)):
-            hooks = "" if name == "_buffers" else f"{name}."
-            yield from ((f"{hooks}{key}", one) for key, one in value.items())
-        elif name == "_hparams":
-            yield "hparams", value
-
-
-def _innermost(name: str, value: Any, outside: tuple[int, ...] = ()) -> tuple[str, Any]:
-    """Return the innermost value in an object that can't be copied, with its name."""
-    if isinstance(value, Mapping):
-        inner = ((f"{name}[{key!r}]", one) for key, one in value.items())
-    elif isinstance(value, list | tuple):
-        inner = ((f"{name}[{place}]", one) for place, one in enumerate(value))
-    else:
-        inner = ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
-    if isinstance(value, ModuleType | type) or len(outside) > _DEEPEST:
-        return name, value
-    for inner_name, one in inner:
-        try:
-            copy.deepcopy(one)
-        except Exception:
-            if id(one) not in outside:
-                return _innermost(inner_name, one, (*outside, id(value)))
-    return name, value
-
-
-def _remedy(part: nn.Module, value: Any, error: Exception) -> str:
-    if any("WeightNorm" in type(hook).__name__ for hook in part._forward_pre_hooks.values()):
-        return "use torch.nn.utils.parametrizations.weight_norm in place of the hook"
-    if isinstance(value, Tensor):
-        return "it is the result of a computation that is differentiated: detach() it"
-    if isinstance(value, ModuleType):
-        return "import it at the top of the file"
-    return f"make it in the method that uses it ({described(error)})"
+def _never() -> bool:
+    return False
 
 
 def ready(template: L.LightningModule) -> L.LightningModule:
@@ -281,7 +240,7 @@ def _is_plain(part: nn.Module) -> bool:
     """Return whether a module's attributes can change only by a new assignment."""
     if isinstance(part, Metric | MetricCollection):  # they count their updates
         return True
-    return all(n in _OF_A_MODULE or _is_constant(value) for n, value in vars(part).items())
+    return all(n in OF_A_MODULE or _is_constant(value) for n, value in vars(part).items())
 
 
 def _is_constant(value: Any) -> bool:
@@ -290,9 +249,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANT)
 
 
-_DEEPEST = 20  # searched levels of attributes
 _CONSTANT = (
     *(bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, partial),
 )
-_OF_A_MODULE = {*vars(nn.Module()), *vars(L.LightningModule())} | {"_hparams", "_trainer"}

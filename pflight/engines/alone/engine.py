@@ -17,7 +17,6 @@ from pflight.data.loaders import Split, Visit
 from pflight.engines.base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
 from pflight.engines.check import check_client
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.outputs import Samples, evaluate_task
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
 from pflight.local_client import Pass
@@ -32,10 +31,14 @@ from pflight.states.updates import (
     Kept,
     Predictions,
 )
+from pflight.task import Task
 
-from .models import LocalModels
+from .client import LocalModels
 from .training import ClientTraining
 from .visits import evaluation_visits, gradient_visits, training_visits, visits_to
+
+Samples = dict[int, list[Tensor]]
+"""Clients' inputs and targets, by row."""
 
 
 class SequentialEngine:
@@ -45,13 +48,18 @@ class SequentialEngine:
     ``training_step`` and hooks; the client method adds to the loss from outside. A client method
     with a personal model has a second copy, which sees the same batches. A task without own hooks,
     with SGD, trains without Lightning's work around a step. Networks too small for several threads
-    train on one. The methods are those of :class:`~pflight.engines.base.Engine`.
+    train on one.
 
     Args:
         setup: The client module, its client method, and its data.
+
+    Attributes:
+        setup: The client module, its client method, and its data.
+        chunk: Largest number of clients that are trained at once.
+        device: The device of the training.
     """
 
-    chunk = 1
+    chunk: int = 1
 
     def __init__(self, setup: ClientSetup) -> None:
         self.setup = setup
@@ -63,7 +71,11 @@ class SequentialEngine:
         self._training = ClientTraining(self.models)
 
     def check_input(self) -> None:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Raise unless module, client method and data fit together.
+
+        Raises:
+            ConfigurationError: Naming the part that does not fit.
+        """
         self.operations, self._changes_input = check_client(self.setup, self.models.module)
         counts, size = self.setup.data.num_samples("train"), self.setup.data.batch_size
         if self._is_small(min(size or math.inf, int(counts.max()))):
@@ -95,12 +107,23 @@ class SequentialEngine:
         kept: Kept | None = None,
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Train the clients ``[C]`` from their starts ``[C]``.
+
+        Args:
+            clients: Ids ``[C]``.
+            starts: Each client's full start state ``[C]``. It is also the client's anchor.
+            round_index: Keys the order of the batches and all other randomness.
+            epochs: Local epochs, unless ``steps`` is given.
+            steps: Batches to train on, over as many epochs as they take.
+            purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
+            kept: Memory of the clients, if their client method keeps one.
+            on_client_end: Called with the id of each client after its training.
+        """
         self.setup.round_index = round_index
 
         def train_one(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setup.data.num_samples("train")[client])
-            logs, taken = self._training.train(count, visits[client], epochs, steps)
+            logs, taken = self._training.train(count, visits(client), epochs, steps)
             if purpose is Purpose.TRAIN:
                 self.models.client.num_steps.fill_(taken)
                 with torch.no_grad():
@@ -118,12 +141,16 @@ class SequentialEngine:
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return each client's gradient of its loss at the states ``[C]``, in training mode.
+
+        The gradient is over all of the client's training samples, or over the first ``batches``
+        mini-batches of its epoch. The result has the buffers after the pass.
+        """
         self.setup.round_index = round_index
 
         def gradient(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setup.data.num_samples("train")[client])
-            gradients, logs = self._training.gradient(count, visits[client])
+            gradients, logs = self._training.gradient(count, visits(client))
             return {**self.models.state(), **gradients}, logs
 
         def plan(client: int) -> list[Visit]:
@@ -174,9 +201,8 @@ class SequentialEngine:
         done = {row: logs for row, logs in done.items() if int(clients[row]) not in late}
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
-        finite = finite_rows(trained)
-        if remembered and not self.setup.client_method.remembers_its_state:
-            finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
+        stacks = [trained] if self.setup.client_method.remembers_its_state else [trained, keep]
+        finite = finite_rows(*stacks)
         for row in [row for row in done if not finite[row]]:
             parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]
             odd = next(filter(None, map(what_is_odd, parts)))
@@ -215,20 +241,92 @@ class SequentialEngine:
     def evaluate(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
+
+        Returns:
+            The outputs of a task's clients, or the logged values of other modules; and the clients
+            that failed.
+
+        Raises:
+            ConfigurationError: If a module logs nothing.
+        """
         if self.setup.task is None:
             return self._evaluate_by_steps(clients, states, split)
-        return evaluate_task(
-            self.setup,
-            clients,
-            split,
-            attempt=self.attempt,
-            at_once=lambda samples: self.outputs_of_one(states, samples),
-            alone=lambda row, x: self.outputs(_row(states, row), x),
-            operations=self.operations,
-        )
+        return self._evaluate_task(self.setup.task, clients, states, split)
 
-    def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _evaluate_task(
+        self, task: Task, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation, list[ClientFailure]]:
+        """Return the outputs of the clients ``[C]``, and the clients without outputs.
+
+        A client fails if its samples can't be read, its targets are wrong, its model raises an
+        error, or its losses are not finite.
+        """
+        setup, ids, failures = self.setup, clients.tolist(), list[ClientFailure]()
+        count = int(setup.data.num_samples(split)[clients.cpu()].sum())
+        few = self.operations * max(count, 1) < ONE_THREAD
+        with threads(1 if few else torch.get_num_threads()):
+            samples = self._samples(task, ids, split, failures)
+            together = samples and setup.client_timeout is None
+            outputs = self.outputs_at_once(states, samples) if together else None
+            if outputs is None:
+                outputs = {}
+                for row, (x, y) in samples.items():
+                    with self.attempt(ids[row], failures):
+                        given = self._outputs(_row(states, row), x)
+                        task.check_outputs(given, y)
+                        outputs[row] = given
+            evaluation = self._joined(task, clients, samples, outputs)
+        finite = evaluation.losses.isfinite()
+        if not finite.all():
+            odd = evaluation.clients[~finite].unique()
+            reason = "the outputs of its model, or their losses, are NaN or infinite"
+            failures += [ClientFailure(client, reason) for client in odd.tolist()]
+            sound = ~torch.isin(evaluation.clients, odd)
+            evaluation = Evaluation(*(column[sound] for column in evaluation))
+        return evaluation, failures
+
+    def _samples(
+        self, task: Task, ids: list[int], split: Split, failures: list[ClientFailure]
+    ) -> Samples:
+        """Return the samples of some clients by row, and note the clients that fail."""
+        setup = self.setup
+        if setup.client_timeout is None:
+            try:
+                samples = {row: setup.samples(client, split) for row, client in enumerate(ids)}
+                if samples:
+                    task.check_targets(torch.cat([y for _, y in samples.values()]))
+                return samples
+            except STOPS:
+                raise
+            except BaseException:  # the loop below finds the client
+                pass
+        samples = {}
+        for row, client in enumerate(ids):
+            with self.attempt(client, failures):
+                x, y = setup.samples(client, split)
+                task.check_targets(y)
+                samples[row] = [x, y]
+        return samples
+
+    def _joined(
+        self, task: Task, clients: Tensor, samples: Samples, outputs: dict[int, Tensor]
+    ) -> Evaluation:
+        """Return the outputs of all clients as one."""
+        device = self.device
+        counts = torch.tensor([len(part) for part in outputs.values()], dtype=torch.long)
+        owners = clients.cpu()[list(outputs)].repeat_interleave(counts).to(device)
+        if not outputs:
+            nothing = torch.empty(0, device=device)
+            return Evaluation(owners, nothing, self.setup.example[1][:0], nothing)
+        given = torch.cat(list(outputs.values()))
+        if given.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
+            given = given.float()
+        targets = torch.cat([samples[row][1] for row in outputs])
+        return Evaluation(owners, given, targets, task.losses(given, targets))
+
+    def _outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the outputs of a client's model for its inputs, in evaluation mode."""
         module = self.models.evaluated(state)
         with self.setup.forward_context():
@@ -237,8 +335,11 @@ class SequentialEngine:
             given = (part.clone() if self._changes_input else part for part in parts)
             return torch.cat([module(part) for part in given])
 
-    def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
-        """Return the outputs of clients with the same model, by row; else ``None``."""
+    def outputs_at_once(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients by row, or ``None`` if models or samples forbid it.
+
+        Clients with the same model share a pass.
+        """
         if not are_one(states[name] for name in self.setup.layout.names):
             return None
         task = self.setup.task
@@ -246,7 +347,7 @@ class SequentialEngine:
         counts = [len(y) for _, y in samples.values()]
         try:
             x, y = (torch.cat(leaves) for leaves in zip(*samples.values(), strict=True))
-            outputs = self.outputs(_row(states, 0), x)
+            outputs = self._outputs(_row(states, 0), x)
             task.check_outputs(outputs, y)
         except STOPS:
             raise
@@ -273,7 +374,7 @@ class SequentialEngine:
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return a task's outputs, or each client's results of an own ``predict_step`` by batch."""
         if self.setup.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
@@ -290,7 +391,16 @@ class SequentialEngine:
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """Return the results of a pass over each client's own samples, and the failed clients.
+
+        Clients without samples and failed clients have an empty result.
+
+        Args:
+            look: The pass.
+            clients: Ids ``[C]``.
+            states: The clients' models ``[C]``.
+            round_index: Keys the random numbers of each client.
+        """
         found: list[dict[str, Tensor]] = [{} for _ in clients]
         counts = self.setup.data.num_samples("train")
 
@@ -341,9 +451,13 @@ class SequentialEngine:
                 continue
             with self.attempt(client, failures):
                 self.models.load(_row(states, row), anchored=False, client=client)
-                for visit, batches in visits[client]:
+                for visit, batches in visits(client):
                     work(row, client, visit, batches)
         return failures
+
+
+Engine = SequentialEngine
+"""The class of all engines: the vectorized engine is one, too."""
 
 
 def _row(states: TensorDict, row: int) -> dict[str, Tensor]:

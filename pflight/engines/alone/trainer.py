@@ -29,25 +29,23 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pflight.engines.lightning_parts import (
-    Feed,
-    Loader,
-    LocalStrategy,
-    Results,
-    Step,
-    needing_optimizers,
-    never_synchronise,
-    no_clipping,
-    no_hint,
-    quiet,
-)
 from pflight.errors import ConfigurationError
 from pflight.history import Logs
 from pflight.local_client import Batches
 from pflight.metrics.pooling import Seen
 from pflight.states.head import step_extra
 
-from .manual_penalty import Penalty, penalise
+from .lightning_parts import (
+    Feed,
+    Loader,
+    LocalStrategy,
+    Penalty,
+    Results,
+    Step,
+    needing_optimizers,
+    penalise,
+    quiet,
+)
 
 _BATCH_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
 STEP_HOOKS = (
@@ -95,8 +93,9 @@ class ModuleTrainer:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-        # A filter against the hint would make Python repeat all other warnings.
-        self.trainer.fit_loop._warn_if_modules_in_eval_mode = no_hint  # type: ignore[method-assign]
+        # Frozen modules are in evaluation mode, and a filter against Lightning's hint at them would
+        # make Python repeat all other warnings.
+        self.trainer.fit_loop._warn_if_modules_in_eval_mode = nothing  # type: ignore[method-assign]
         self._results = Results(training=True)
         self.trainer.fit_loop.epoch_loop._results = self._results
         self.trainer.state.status = TrainerStatus.RUNNING
@@ -106,10 +105,6 @@ class ModuleTrainer:
     def logs(self) -> Logs:
         """Logged values of the copy's training."""
         return self._results.logs
-
-    def count(self, num_samples: int) -> None:
-        """Set the number of the copy's training samples, the weight of its epochs."""
-        self._results.num_samples = num_samples
 
     @property
     def global_step(self) -> int:
@@ -142,13 +137,17 @@ class ModuleTrainer:
             progress.reset()
         epochs._batches_that_stepped = 0
         trainer._logger_connector.reset_metrics()
-        self._results.forget()
-        never_synchronise(module)
+        self._forget_logs()
         if self._bare is None:
             self._bare = self._is_bare(module)
             self._only_moves = type(self._strategy.precision_plugin) is Precision and not any(
                 is_overridden(hook, module) for hook in _BATCH_HOOKS
             )
+
+    def _forget_logs(self) -> None:
+        """Forget the logged values, and the metric objects of another copy."""
+        self._results.clear()
+        self._results.logs = {}
 
     def _is_bare(self, module: L.LightningModule) -> bool:
         """Return whether a module has no own hooks around its training steps."""
@@ -164,18 +163,20 @@ class ModuleTrainer:
 
     def start(
         self,
+        num_samples: int,
         max_epochs: int | None,
         num_batches: int,
         max_batches: int | None,
-        step: Step | None = None,
-        optimizer: Optimizer | None = None,
-        extra_options: Mapping[str, Any] | None = None,
-        may_be_muted: bool = False,
-        constant: bool = False,
+        step: Step,
+        optimizer: Optimizer | None,
+        extra_options: Mapping[str, Any],
+        may_be_muted: bool,
+        constant: bool,
     ) -> None:
         """Ask the copy for its optimizers, and begin its training.
 
         Args:
+            num_samples: Number of the copy's training samples, the weight of its epochs.
             max_epochs: Local epochs, or ``None`` for as many as ``max_batches`` takes.
             num_batches: Batches in one epoch.
             max_batches: Batches in all.
@@ -191,6 +192,7 @@ class ModuleTrainer:
                 one steps tensors that are not the copy's own.
         """
         trainer, loop, module = self.trainer, self.trainer.fit_loop, self.trainer.lightning_module
+        self._results.num_samples = num_samples
         self._set_out(max_epochs, num_batches, max_batches)
         self._strategy.step = step
         loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
@@ -207,7 +209,7 @@ class ModuleTrainer:
                     "which takes manual optimization: set automatic_optimization=False"
                 ) from error
             for own_optimizer in self._strategy.optimizers[:1]:
-                step_extra(module, own_optimizer, extra_options or {})
+                step_extra(module, own_optimizer, extra_options)
             if constant and self._strategy.lr_scheduler_configs:
                 raise ConfigurationError(
                     f"client_lr_decay can't lower the steps of a {type(module).__name__}, which "
@@ -219,7 +221,8 @@ class ModuleTrainer:
                     schedule.strict = False  # its metric is not logged while clients train
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
-            module.configure_gradient_clipping = no_clipping  # type: ignore[method-assign]
+            # The optimizer is unknown to the module.
+            module.configure_gradient_clipping = nothing  # type: ignore[method-assign]
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
@@ -266,7 +269,7 @@ class ModuleTrainer:
         self._set_out(max_epochs, num_batches, max_batches)
         epochs, steps = loop.epoch_progress.current, loop.epoch_loop.automatic_optimization
         taken = steps.optim_progress.optimizer.step.total
-        results.forget()
+        self._forget_logs()
 
         def tell(epoch: int, step: int, size: int) -> None:
             epochs.completed, taken.completed, results.batch_size = epoch, step, size
@@ -454,6 +457,10 @@ class ModuleTrainer:
         for part, batch in zip(parts, batches, strict=True):
             self._strategy.batch_size = len(part)
             yield batch
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a method."""
 
 
 def step_arguments(module: L.LightningModule, batch: Any, index: int) -> tuple[Any, ...]:

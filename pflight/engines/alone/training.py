@@ -2,28 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.sgd import sgd
 
 from pflight.data.loaders import Visit
-from pflight.engines.phases import paced, phase_of, resting
+from pflight.engines.base import paced, resting
 from pflight.history import Logs, add_logs
 from pflight.method import ClientMethod, Phase
 from pflight.states.head import step_extra
 
-from .client import AloneClient
-from .descent import Descent, steps_only
-from .models import LocalModels
+from .client import AloneClient, LocalModels
 
+_OPTIONS = (
+    "lr",
+    "momentum",
+    "dampening",
+    "weight_decay",
+    "nesterov",
+    "maximize",
+    "foreach",
+    "fused",
+)
 _NO_LOSS = "its training_step returned no loss for any batch"
-
 Batches = Iterator[tuple[Visit, Iterator[Any]]]
 """The visits to a client, each with its batches."""
+
+
+def steps_only(optimizer: Optimizer, own: Container[int]) -> bool:
+    """Return whether an optimizer steps only these parameters, given by ``id``."""
+    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+class Descent:
+    """Takes a client's steps of SGD with the arithmetic of ``zero_grad``, ``backward``, ``step``.
+
+    PyTorch's calls look for hooks, profilers and graphs. This takes longer than the step of a small
+    network itself. Here gradients are never stored in the parameters.
+
+    Args:
+        optimizer: The client's optimizer. It must pass :meth:`suits`.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> Descent(SGD([w], lr=0.5)).step((w - 1).square().sum())
+        >>> w.detach()
+        tensor([1.])
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        self._groups = [(len(group["params"]), _options(group)) for group in groups]
+        self._momenta: list[Tensor | None] = [None] * len(self._parameters)
+
+    @staticmethod
+    def suits(optimizer: Any) -> bool:
+        """Return whether this is a plain SGD of torch, and nothing waits for its steps."""
+        return (
+            type(optimizer) is SGD
+            and "step" not in vars(optimizer)  # a learning-rate scheduler counts the steps
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(group["differentiable"] for group in optimizer.param_groups)
+            # A fused step needs gradients with their parameters' strides, as backward() makes them.
+            and not any(group["fused"] for group in optimizer.param_groups)
+            and all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+        )
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The options of the groups of parameters."""
+        return [options for _, options in self._groups]
+
+    def step(self, loss: Tensor) -> None:
+        """Step along the gradient of a scalar. Independent parameters don't change."""
+        awake = [place for place, p in enumerate(self._parameters) if p.requires_grad]
+        found = torch.autograd.grad(
+            loss, [self._parameters[place] for place in awake], allow_unused=True
+        )
+        gradients = dict(zip(awake, found, strict=True))
+        first = 0
+        with torch.no_grad():
+            for count, options in self._groups:
+                places = range(first, first + count)
+                first = places.stop
+                used = [place for place in places if gradients.get(place) is not None]
+                momenta = [self._momenta[place] for place in used]
+                sgd(
+                    [self._parameters[place] for place in used],
+                    [gradients[place] for place in used],
+                    momenta,
+                    has_sparse_grad=any(gradients[place].is_sparse for place in used),
+                    **options,
+                )
+                for place, momentum in zip(used, momenta, strict=True):
+                    self._momenta[place] = momentum
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group. ``foreach`` is PyTorch's own choice."""
+    options = {name: group[name] for name in _OPTIONS}
+    if options["foreach"] is None and all(p.device.type == "cpu" for p in group["params"]):
+        options["foreach"] = False  # as PyTorch decides in every step
+    return options
 
 
 class ClientTraining:
@@ -39,7 +126,6 @@ class ClientTraining:
     def __init__(self, models: LocalModels) -> None:
         self.models = models
         self.setup = models.setup
-        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
 
     def train(
         self, count: int, visits: Batches, epochs: int, steps: int | None
@@ -65,8 +151,8 @@ class ClientTraining:
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.num_skipped = 0
             client.trainer.attach(client.module)
-            client.trainer.count(count)
             client.trainer.start(
+                count,
                 *limits,
                 client.step,
                 optimizer,
@@ -78,7 +164,7 @@ class ClientTraining:
         for visit, batches in visits:
             if self._stopped():
                 break
-            phase = phase_of(self._phases_of(epochs), visit.epoch)
+            phase = self._phase_of(visit, epochs)
             if phase is not None and not phase.names:
                 continue
             with ExitStack() as stack:
@@ -133,7 +219,7 @@ class ClientTraining:
             if chosen is None and isinstance(optimizer, Optimizer):
                 step_extra(client.module, optimizer, self.setup.client_method.extra_options)
             own = {id(parameter) for parameter in client.module.parameters()}
-            if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
+            if not Descent.suits(optimizer) or not steps_only(optimizer, own):
                 return None
             found.append(Descent(optimizer))
         return found
@@ -154,7 +240,7 @@ class ClientTraining:
             tells = [watching.enter_context(client.trainer.watching(*limits)) for client in clients]
             models = list(zip(clients, descents, tells, strict=True))
             for visit, batches in visits:
-                phase = phase_of(self._phases_of(epochs), visit.epoch)
+                phase = self._phase_of(visit, epochs)
                 if phase is not None and not phase.names:
                     continue
                 with ExitStack() as stack:
@@ -185,11 +271,11 @@ class ClientTraining:
         parameters = [p for p in client.module.parameters() if p.requires_grad]
         return self.setup.client_method.optimizer(parameters, client.anchor is not None)
 
-    def _phases_of(self, epochs: int) -> list[Phase] | None:
-        key = epochs, self.models.client.anchor is not None
-        if key not in self._phases:
-            self._phases[key] = self.setup.client_method.phases(self.setup.client, *key)
-        return self._phases[key]
+    def _phase_of(self, visit: Visit, epochs: int) -> Phase | None:
+        """Return the phase of a local epoch."""
+        phases = self.setup.phases(epochs, self.models.client.anchor is not None)
+        begun = [phase for phase in phases or () if phase.first <= visit.epoch]
+        return begun[-1] if begun else None
 
     def _logs(self) -> Logs:
         """Return a client's logged values. If it has two models, they are the personal one's."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pflight.data.loaders import Split, Visit
-from pflight.engines.client_setup import ClientSetup
-from pflight.engines.samples import check_order
+from pflight.engines.client_setup import ClientSetup, check_order
 from pflight.task import Task
 
 GRADIENT_BATCH = 512  # samples in one pass, if their number does not matter
@@ -59,54 +58,39 @@ def evaluation_visits(
     return [Visit(client, None, 0, parts)] if count else []
 
 
-class Visits(Protocol):
-    """The batches of some clients. Each client is visited once, in the order of the clients."""
-
-    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
-        """Yield the visits to a client, each with its batches."""
+Visits = Callable[[int], Iterator[tuple[Visit, Iterator[Any]]]]
+"""Yields the visits to a client, each with its batches. It is called once for each client."""
 
 
 def visits_to(clients: Tensor, setup: ClientSetup, split: Split, plan: Plan) -> Visits:
-    """Return the batches of the clients ``[C]``."""
-    if setup.form is not None:
-        return TensorVisits(setup, split, plan)
-    return StreamedVisits(setup, split, [v for client in clients.tolist() for v in plan(client)])
+    """Return the visits to the clients ``[C]``, to be asked for in the order of the clients."""
+    if setup.form is None:
+        everyone = [visit for client in clients.tolist() for visit in plan(client)]
+        return StreamedVisits(setup, split, everyone)
 
-
-class TensorVisits:
-    """Batches as slices of a client's samples, which are tensors in memory."""
-
-    def __init__(self, setup: ClientSetup, split: Split, plan: Plan) -> None:
-        self._setting = setup
-        self._split = split
-        self._plan = plan
-
-    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
-        """See :class:`Visits`."""
-        visits, setup = self._plan(client), self._setting
-        leaves = self._samples(client) if visits else []
-        for visit in visits:
+    def visits(client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        found = plan(client)
+        leaves = setup.samples(client, split) if found else []
+        if found and isinstance(setup.client, Task) and setup.has_loss_of_its_kind:
+            setup.client.check_targets(leaves[1])
+        for visit in found:
             seen = leaves
             if visit.round is not None:
                 seen = setup.augmented(leaves, client, visit.round, visit.epoch)
-            yield visit, self._cut(seen, visit)
+            yield visit, _cut(setup, seen, visit)
 
-    def _samples(self, client: int) -> list[Tensor]:
-        """Return a client's samples, with targets checked for the loss."""
-        leaves, task = self._setting.samples(client, self._split), self._setting.client
-        if isinstance(task, Task) and self._setting.has_loss_of_its_kind:
-            task.check_targets(leaves[1])
-        return leaves
+    return visits
 
-    def _cut(self, leaves: list[Tensor], visit: Visit) -> Iterator[Any]:
-        form = self._setting.form
-        assert form is not None
-        if not visit.parts:
-            return
-        order, sizes = torch.cat(list(visit.parts)), list(map(len, visit.parts))
-        order = order.to(self._setting.device)
-        for part in zip(*(leaf[order].split(sizes) for leaf in leaves), strict=True):
-            yield form.batch(list(part))
+
+def _cut(setup: ClientSetup, leaves: list[Tensor], visit: Visit) -> Iterator[Any]:
+    """Yield the batches of a visit as slices of a client's samples, which are in memory."""
+    assert setup.form is not None
+    if not visit.parts:
+        return
+    order, sizes = torch.cat(list(visit.parts)), list(map(len, visit.parts))
+    order = order.to(setup.device)
+    for part in zip(*(leaf[order].split(sizes) for leaf in leaves), strict=True):
+        yield setup.form.batch(list(part))
 
 
 class StreamedVisits:
@@ -122,8 +106,8 @@ class StreamedVisits:
         self._iterator: Iterator[Any] | None = None
         self._next = 0, 0  # the iterator's next visit and part
 
-    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
-        """See :class:`Visits`."""
+    def __call__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        """See :data:`Visits`."""
         for place in self._of.get(client, ()):
             yield self._visits[place], self._batches(place)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-
-from pflight.engines.client_setup import ClientSetup
 
 _LOWER = {
     F.linear,
@@ -102,10 +98,3 @@ def _cast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
         return leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
     return tree_map(cast, tree)
-
-
-def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
-    """Return the context of stacked passes."""
-    if isinstance(setup.precision, MixedPrecision):
-        return StackedAutocast(torch.bfloat16)  # float16 is refused
-    return setup.forward_context()

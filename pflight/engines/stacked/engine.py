@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.data.loaders import Split
 from pflight.engines.alone.copies import ready
-from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.alone.engine import Samples, SequentialEngine
 from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.outputs import Samples, evaluate_task
 from pflight.local_client import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
@@ -27,16 +27,12 @@ from pflight.states.updates import (
 )
 
 from .audit import Audit
-from .chunk import Chunk, StackedCohort, Work
-from .evaluation import StackedEvaluation
-from .passes import StackedPasses, same
-from .probe import Probe
+from .evaluation import StackedEvaluation, same
+from .probe import Probe, trial_batches, trial_samples
 from .reasons import reason_of
 from .stack import Mode, Stack
-from .steps import Plan, rows_per_call
-from .training import StackedTraining
-from .trial import trial_batches, trial_samples
-from .workspace import Workspace
+from .steps import Plan, Workspace, rows_per_call
+from .training import Chunk, StackedCohort, StackedTraining, Work
 
 
 class VectorizedEngine(SequentialEngine):
@@ -48,8 +44,7 @@ class VectorizedEngine(SequentialEngine):
     size share a call. A finished client drops out of the stack.
 
     Clients that can't be stacked run one by one, for the reason in :attr:`obstacle`. So does a
-    client that raises or has a result that is not finite: then failures read the same. The methods
-    are those of :class:`~pflight.engines.base.Engine`.
+    client that raises or has a result that is not finite: then failures read the same.
 
     Args:
         setup: The client module, its client method, and its data.
@@ -71,18 +66,18 @@ class VectorizedEngine(SequentialEngine):
         setup.precision.convert_module(module).to(setup.device)
         self._stacked = Stack(module, setup.client_method, setup.layout)
         self._probe = Probe(self._stacked, self.models)
-        self._audit = Audit(self._probe)
-        self._workspace = workspace = Workspace(setup.device)
+        self._audit = Audit(self._probe.reference)
+        workspace = Workspace(setup.device)
         self._trainer = StackedTraining(setup, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
-        self._passes = StackedPasses(setup, self._stacked)
         self._alone: set[type[Pass]] = set()  # passes that are no longer stacked
         self._warned = set() if warned is None else warned
+        self._not_at_once = ""  # why clients of an evaluation ran one by one
 
     # Before the start
 
     def check_input(self) -> None:
-        """See :class:`~pflight.engines.base.Engine`; find out whether clients can be stacked."""
+        """See :class:`SequentialEngine`; find out whether clients can be stacked."""
         super().check_input()
         if self.setup.form is None:
             self.obstacle = "its samples are no tensors that lie in memory"
@@ -144,41 +139,41 @@ class VectorizedEngine(SequentialEngine):
         kept: Kept | None = None,
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """See :class:`SequentialEngine`."""
         self.setup.round_index = round_index
 
-        def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
-            return SequentialEngine.train(
-                self,
-                clients,
-                starts,
-                round_index=round_index,
-                epochs=epochs,
-                steps=steps,
-                purpose=purpose,
-                kept=kept,
-                on_client_end=on_client_end,
-            )
+        one_by_one = partial(
+            super().train,
+            round_index=round_index,
+            epochs=epochs,
+            steps=steps,
+            purpose=purpose,
+            on_client_end=on_client_end,
+        )
 
         def plan(count: int) -> Plan:
             sizes = tuple(self.setup.batch_sizes(count))
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
-        def run(chunk: Chunk) -> None:
-            self._trainer.train(chunk, work, phases)
-
         mode = Mode(purpose is Purpose.TRAIN, kept is not None)
-        work = Work(round_index, mode, plan, run, one_by_one, on_client_end=on_client_end)
-        phases = [None] if self.obstacle else self._trainer.phases_of(epochs, mode.anchored)
-        if phases != [None] and steps is not None:
-            return one_by_one(clients, starts, kept)
+        phases = None if self.obstacle else self.setup.phases(epochs, mode.anchored)
+        if phases and steps is not None:
+            return one_by_one(clients, starts, kept=kept)
+        work = Work(
+            round_index,
+            mode,
+            plan,
+            one_by_one,
+            phases=phases or [None],
+            on_client_end=on_client_end,
+        )
         return self._in_chunks(clients, starts, kept, work)
 
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
-        """See :class:`~pflight.engines.base.Engine`."""
+        """See :class:`SequentialEngine`."""
 
         def one_by_one(clients: Tensor, states: TensorDict, kept: Kept | None) -> ClientUpdates:
             return SequentialEngine.gradients(
@@ -191,11 +186,8 @@ class VectorizedEngine(SequentialEngine):
             sizes = [part] * (whole // part) + [whole % part] * (whole % part > 0)
             return Plan(tuple(sizes), len(sizes))
 
-        def run(chunk: Chunk) -> None:
-            self._trainer.add_gradients(chunk, work)
-
         mode, shuffled = Mode(anchored=True, remembers=False), batches is not None
-        work = Work(round_index, mode, plan, run, one_by_one, shuffled, steps=False)
+        work = Work(round_index, mode, plan, one_by_one, shuffled, steps=False)
         return self._in_chunks(clients, states, None, work)
 
     def _in_chunks(
@@ -203,7 +195,7 @@ class VectorizedEngine(SequentialEngine):
     ) -> ClientUpdates:
         """Do a work for the clients ``[C]``, longest first. Repeat failed clients one by one."""
         if self.obstacle or not len(clients):
-            return work.one_by_one(clients, starts, kept)
+            return work.one_by_one(clients, starts, kept=kept)
         cohort = StackedCohort(self.setup, self._stacked, clients, starts, kept, work)
         self._audit.begin(work.round_index)
         self._stacked.take_frozen(cohort.everyone.starts)
@@ -211,7 +203,7 @@ class VectorizedEngine(SequentialEngine):
         for first, chunk in cohort.chunks(self.chunk):
             cause = None
             try:
-                work.run(chunk)
+                self._trainer.run(chunk, work)
                 finite = self._are_finite(chunk)
             except STOPS:
                 raise
@@ -224,7 +216,8 @@ class VectorizedEngine(SequentialEngine):
                     work.on_client_end(client)
         again = None
         if failed:
-            again = work.one_by_one(*cohort.some(failed))
+            *those, memory = cohort.some(failed)
+            again = work.one_by_one(*those, kept=memory)
             causes = {cohort.everyone.clients[row]: cause for row, cause in failed.items()}
             self._warn_of_fallbacks(causes, again.failures)
         names: Collection[str] = ("train/loss",)
@@ -234,12 +227,9 @@ class VectorizedEngine(SequentialEngine):
 
     def _are_finite(self, chunk: Chunk) -> list[bool]:
         """Return for each client of a chunk whether its result and memory are finite."""
-        size = [len(chunk.clients)]
-        finite = finite_rows(TensorDict(chunk.results, batch_size=size))
-        if chunk.kept and not self._stacked.remembers_its_state:
-            keep = finite_rows(TensorDict(chunk.kept, batch_size=size))
-            finite = list(map(all, zip(finite, keep, strict=True)))
-        return finite
+        its_state = self.setup.client_method.remembers_its_state
+        stacks = [chunk.results] if its_state else [chunk.results, chunk.kept]
+        return finite_rows(*(TensorDict(s, batch_size=[len(chunk.clients)]) for s in stacks))
 
     def _warn_of_fallbacks(
         self, causes: dict[int, BaseException | None], failures: list[ClientFailure]
@@ -270,44 +260,34 @@ class VectorizedEngine(SequentialEngine):
     def evaluate(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        if self.setup.task is None:
-            return super().evaluate(clients, states, split)
-        reasons: list[str] = []  # why clients ran one by one
-        names = self.setup.layout.names
-
-        def at_once(samples: Samples) -> dict[int, Tensor] | None:
-            if not self.stacks_evaluation or are_one(states[name] for name in names):
-                return self.outputs_of_one(states, samples)
-            try:
-                return self._evaluation.outputs(states, samples)
-            except STOPS:
-                raise
-            except BaseException as error:
-                reasons.append(reason_of(error))
-                return None
-
-        evaluation, failures = evaluate_task(
-            self.setup,
-            clients,
-            split,
-            attempt=self.attempt,
-            at_once=at_once,
-            alone=lambda row, x: self.outputs({n: states[n][row] for n in names}, x),
-            operations=self.operations,
-        )
-        if reasons and not failures:  # otherwise the failed clients are the cause
+        """See :class:`SequentialEngine`."""
+        self._not_at_once = ""
+        evaluation, failures = super().evaluate(clients, states, split)
+        if self._not_at_once and not failures:  # otherwise the failed clients are the cause
             name = type(self.setup.client).__name__
-            self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
+            self.warn_once(f"{name} is evaluated one by one from here on: {self._not_at_once}")
             self.stacks_evaluation = False
         return evaluation, failures
+
+    def outputs_at_once(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients by row, also of different models; else ``None``."""
+        names = self.setup.layout.names
+        if not self.stacks_evaluation or are_one(states[name] for name in names):
+            return super().outputs_at_once(states, samples)
+        try:
+            return self._evaluation.outputs(states, samples)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._not_at_once = reason_of(error)
+            return None
 
     # Passes
 
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`.
+        """See :class:`SequentialEngine`.
 
         Clients with equally many samples share a call. One client of each call is also computed
         alone. If it gets another result, or the call fails, all run one by one.
@@ -329,7 +309,7 @@ class VectorizedEngine(SequentialEngine):
         for rows in groups:
             alike, reason = False, "clients together get other results than one alone"
             try:
-                together = self._passes.found(look, clients[rows], states[rows])
+                together = self._evaluation.found(look, clients[rows], states[rows])
                 place = round_index % len(rows)
                 (alone,), failed = one_by_one(rows[place : place + 1])
                 alike = not failed and same(together[place], alone)

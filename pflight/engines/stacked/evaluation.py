@@ -1,25 +1,32 @@
-"""The evaluation of many models at once, each on its own client's samples."""
+"""Evaluations and passes of many models at once, each on its own client's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from pflight.data.loaders import Visit
+from pflight.engines.alone.engine import Samples
+from pflight.engines.alone.visits import evaluation_visits, visits_to
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.outputs import Samples
+from pflight.local_client import Pass
 
-from .autocast import stacked_context
-from .stack import Columns, Stack
-from .workspace import Workspace
+from .stack import Columns, Stack, stacked_context
+from .steps import Workspace
+from .training import scalars_of
 
 _FILLED = 8  # so many samples may always fill up a client's batch
+_TOLERANCE = 1e-2  # relative to the largest value; stacked arithmetic rounds differently
+_TRACE = 1e-6  # rounding error of numbers that cancel
 
 
 class StackedEvaluation:
-    """Evaluates clients in chunks of about equal numbers of samples.
+    """Evaluates clients in chunks of about equal numbers of samples, and runs passes for them.
 
     Args:
         setup: The client module, its client method, and its data.
@@ -86,3 +93,56 @@ class StackedEvaluation:
             if row == len(counts) or full or counts[first] > 2 * counts[row] + _FILLED:
                 yield first, row
                 first = row
+
+    @torch.no_grad()
+    def found(self, look: Pass, clients: Tensor, states: TensorDict) -> list[dict[str, Tensor]]:
+        """Return a pass's results for the clients ``[C]``. The pass's errors are not caught.
+
+        With equally many samples, no batch has to be filled up.
+
+        Args:
+            look: The pass.
+            clients: Ids ``[C]`` of clients with equally many samples.
+            states: The clients' models ``[C]``.
+        """
+        setup, stacked = self.setup, self.stacked
+
+        def plan(client: int) -> list[Visit]:
+            return evaluation_visits(setup, client, look.split, look.batch_size)
+
+        visits = visits_to(clients, setup, look.split, plan)
+        of_clients: list[list[Any]] = []
+        for client in clients.tolist():
+            ((visit, own),) = visits(client)
+            of_clients.append(list(own))
+        batches = [
+            tree_map(lambda *x: torch.stack(x), *parts) for parts in zip(*of_clients, strict=True)
+        ]
+        stacked.take_frozen(states)
+        state = {name: states[name].to(setup.device) for name in setup.layout.moving}
+        # A module may change its buffers in place, but the states belong to the caller.
+        state |= {name: state[name].clone() for name in state.keys() & {*setup.layout.buffers}}
+        state |= {n: t.to(setup.device, setup.dtype) for n, t in scalars_of(setup, clients).items()}
+        with stacked_context(setup):
+            found = stacked.found(look, state, [*map(len, visit.parts)], batches)
+        rows = [
+            {name: value[row].clone() for name, value in found.items()}
+            for row in range(len(clients))
+        ]
+        for given in rows:
+            look.check(given)
+        return rows
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two results of a pass are equal up to rounding."""
+    return one.keys() == other.keys() and all(_close(one[name], other[name]) for name in one)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    largest = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0, atol=_TOLERANCE * largest + _TRACE, equal_nan=True)

@@ -3,34 +3,136 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from pflight.engines.alone.client import training_step
-from pflight.engines.alone.descent import steps_only
-from pflight.engines.alone.models import LocalModels
+from pflight.engines.alone.client import SCALARS, LocalModels, training_step
 from pflight.engines.alone.trainer import loss_of
+from pflight.engines.alone.training import steps_only
+from pflight.engines.client_setup import ClientSetup, are_finite
 from pflight.method import ClientMethod
 from pflight.randomness import isolated
 from pflight.states.state import state_tensors
+from pflight.states.updates import STOPS
 from pflight.task import Task, trains_as_a_task
 
-from .exact import without_tf32
-from .reasons import failure, reason_of
-from .reference import Reference, alike
+from .audit import Reference, alike, without_tf32
+from .reasons import DRAWS, failure, reason_of
 from .stack import ANCHOR, MEMORY, Columns, Mode, Stack
 from .steps import misfit
-from .untouched import left_alone
 
+_TRIAL = 8  # samples for trying a client
+_SIZES, _LARGEST = 8, 64  # number of tried batch sizes, and the largest size
 _FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
 _TOLERANCE = 1e-2  # relative to the largest gradient; stacked arithmetic rounds differently
 _TRACE = 1e-4  # trace of samples without weight, relative to the largest gradient
 _CLASSES = 32  # classes that are tried
+
+
+def trial_samples(setup: ClientSetup) -> list[Tensor]:
+    """Return a few samples of the largest client; if they can't be used, the example."""
+    data = setup.data
+    clients = data.train_clients
+    largest = clients[data.num_samples("train")[clients].argmax()]
+    try:
+        leaves = [leaf[:_TRIAL] for leaf in setup.samples(int(largest), "train")]
+    except STOPS:
+        raise
+    except BaseException:  # training will report it
+        leaves = setup.example
+    if not are_finite(leaves):
+        leaves = setup.example
+    return [leaf[:_TRIAL].clone() for leaf in leaves]
+
+
+def trial_batches(
+    setup: ClientSetup, samples: list[Tensor], counts: list[int]
+) -> list[list[Tensor]]:
+    """Return batches of sizes in use, mostly small ones: there clients may differ.
+
+    Args:
+        setup: The client module, its client method, and its data.
+        samples: The samples of the batches.
+        counts: The clients' numbers of samples.
+    """
+    found = {min(size, _LARGEST) for count in counts for size in setup.batch_sizes(count)}
+    sizes = sorted(found or {1})
+    places = (torch.arange(size) % len(samples[0]) for size in {*sizes[:_SIZES], sizes[-1]})
+    return [[leaf[place] for leaf in samples] for place in places]
+
+
+@contextmanager
+def left_alone(*modules: nn.Module) -> Iterator[list[str]]:
+    """Yield a list. At the end it names all changes.
+
+    Args:
+        modules: Modules with attributes that must not change.
+    """
+    touched: list[str] = []
+    generators, attributes = _generators(), list(map(_attributes, modules))
+    yield touched
+    if generators != _generators():
+        touched.append(DRAWS)
+    if not all(map(_same, attributes, map(_attributes, modules))):
+        touched.append("it sets attributes of itself while it trains")
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state(legacy=False)
+    drawn = numpy["state"]["pos"], numpy["state"]["key"].tobytes()
+    return random.getstate(), drawn, torch.get_rng_state().tolist()
+
+
+def _attributes(client: nn.Module) -> dict[tuple[Any, str], Any]:
+    """Return the attributes of all modules and their classes, and the globals that these use.
+
+    Each comes with its contents: a list or another object can change and stay the same object.
+    """
+    kinds = {kind for module in client.modules() for kind in type(module).__mro__}
+    owners = [*client.named_modules(), *((kind, kind) for kind in kinds)]
+    found = {
+        (name, attribute): value
+        for name, owner in owners
+        for attribute, value in vars(owner).items()
+        if attribute != "training"
+    }
+    for kind in kinds:
+        if kind.__module__.split(".")[0] in ("torch", "lightning", "pflight", "builtins"):
+            continue
+        for method in vars(kind).values():
+            if not isinstance(method, FunctionType):
+                continue
+            known = method.__globals__.keys() & method.__code__.co_names
+            found |= {(method, name): method.__globals__[name] for name in known}
+    return {place: (value, _contents(value)) for place, value in found.items()}
+
+
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | set):
+        return list(value)
+    if isinstance(value, ModuleType | FunctionType | nn.Module) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values()]
+
+
+def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
+    return before.keys() == after.keys() and all(
+        after[key][0] is value
+        and len(after[key][1]) == len(contents)
+        and all(map(operator.is_, after[key][1], contents))
+        for key, (value, contents) in before.items()
+    )
 
 
 class Dependence(NamedTuple):
@@ -50,10 +152,6 @@ class Probe:
     Args:
         stacked: The client module for many clients.
         models: The models of a client alone, for the comparison.
-
-    Attributes:
-        largest_gradient: Largest gradient of a client alone at the given weights; known after
-            :meth:`obstacle`.
     """
 
     def __init__(self, stacked: Stack, models: LocalModels) -> None:
@@ -62,7 +160,6 @@ class Probe:
         self.setup = models.setup
         self.module = stacked.module
         self.reference = Reference(stacked, models)
-        self.largest_gradient = 0.0
 
     def declared_obstacle(self) -> str | None:
         """Return the property of a module that forbids stacking, in words, or ``None``."""
@@ -96,7 +193,6 @@ class Probe:
         return None
 
     def _step(self, index: int, leaves: list[Tensor]) -> str | None:
-        assert self.setup.form is not None
         module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
 
@@ -109,7 +205,7 @@ class Probe:
         module.log, module.log_dict = log, log_dict
         with isolated(self.setup.device), torch.no_grad(), left_alone() as touched:
             try:
-                batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
+                batch = self._batch(leaves)
                 loss = loss_of(training_step(module, batch, index))
             except Exception as error:
                 return failure("a client alone fails", error)
@@ -176,7 +272,7 @@ class Probe:
                 newcomers = self._alone(mode._replace(remembers=False), batches[0])
             given = [g for results in alone for g in results.gradients[0][0].values()]
             sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
-            self.largest_gradient = max([self.largest_gradient, *sizes])
+            self.reference.largest_gradient = max([self.reference.largest_gradient, *sizes])
         if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
             return f"whether {min(odd)} has a gradient depends on the size of the batch"
         if odd := _untouched(newcomers) ^ untouched[0]:
@@ -193,12 +289,11 @@ class Probe:
             unequal: Whether clients have unequal numbers of samples. Then batches are filled up.
         """
         self.stacked.prepare(mode)
-        assert self.setup.form is not None
         state = {name: value[1].clone() for name, value in self._two_states(mode).items()}
         noted = _Noting(state)
         with torch.enable_grad():
             for batch in batches:
-                self.stacked.loss(noted, self.setup.form.batch([t.clone() for t in batch]))
+                self.stacked.losses(noted, self._batch(batch))
         inputs = state.keys() - self.setup.layout.template.keys()
         largest = max(batches, key=lambda batch: len(batch[0]))
         return Dependence(
@@ -261,22 +356,20 @@ class Probe:
         self.reference.enter(mode, state)
         module = self.models.client.module
         before = dict(module.named_buffers())
-        assert self.setup.form is not None
-        self.models.client.task_loss(self.setup.form.batch([leaf.clone() for leaf in leaves]))
+        self.models.client.task_loss(self._batch(leaves))
         after = dict(module.named_buffers())
         return next((name for name in before if after.get(name) is not before[name]), None)
 
     # The stack of two
 
+    def _batch(self, leaves: Sequence[Tensor]) -> Any:
+        """Return a batch of copies of the tensors, since a module may change its input."""
+        return self.setup.batch([leaf.clone() for leaf in leaves])
+
     def _two_states(self, mode: Mode) -> Columns:
         """Return all inputs of a loss, for two clients: as given, and with halved parameters."""
-        setup, stacked = self.setup, self.stacked
-        frozen, device = {*setup.layout.frozen}, setup.device
-        given = {
-            name: tensor.to(device)
-            for name, tensor in setup.layout.template.items()
-            if name not in frozen
-        }
+        setup, stacked, device = self.setup, self.stacked, self.setup.device
+        given = {name: setup.layout.template[name].to(device) for name in setup.layout.moving}
         given |= {n: t for n, t in state_tensors(self.module).items() if n in given}
         stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
         inputs: Columns = {}
@@ -287,7 +380,7 @@ class Probe:
         for name in setup.layout.parameters:
             stack[name][1] /= 2
         stack |= {name: torch.stack([value, value]).detach() for name, value in inputs.items()}
-        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
+        for name in SCALARS:
             values = [0 if name == "seen" else 1, 1]
             stack[name] = torch.tensor(values, dtype=setup.dtype, device=device)
         if setup.client_method.needs_classes:
@@ -298,15 +391,13 @@ class Probe:
     def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:
         """Return whether stacked clients get the same results as single ones."""
         stacked, setup = self.stacked, self.setup
-        assert setup.form is not None
         states = self._two_states(mode)
         others = dict(states)
         parameters = {name: others.pop(name) for name in stacked.trained()}
-        twice = [part.expand(2, *part.shape).clone() for part in leaves]
-        found = stacked.gradients(parameters, others, setup.form.batch(twice))
+        twice = [part.expand(2, *part.shape) for part in leaves]
+        found = stacked.gradients(parameters, others, self._batch(twice))
         afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
-        again = [part.clone() for part in twice]
-        repeated = stacked.gradients(parameters, afresh, setup.form.batch(again))
+        repeated = stacked.gradients(parameters, afresh, self._batch(twice))
         by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
         if not alike(*repeated[:2], by_row, _TRACE):
             return False
@@ -317,7 +408,7 @@ class Probe:
             results = {**states, **{f"kept {name}": value for name, value in kept.items()}}
             results = {name: value.clone() for name, value in results.items()}
             if setup.task is not None:
-                results["its outputs"] = stacked.outputs(states, twice[0])
+                results["its outputs"] = stacked.outputs(states, twice[0].clone())
         stacked.prepare(mode)
         return alike(*found[:2], alone.gradients, _TOLERANCE) and all(
             _close(results[name][row], value)
@@ -334,7 +425,6 @@ class Probe:
         stacked, setup = self.stacked, self.setup
         if not (has_sample_losses(self.module) and _averages_samples(setup.client_method)):
             return False
-        assert setup.form is not None
         random = torch.Generator().manual_seed(0)
 
         def near(tensor: Tensor) -> Tensor:
@@ -372,7 +462,7 @@ class Probe:
                 filled += [torch.cat([leaf, leaf.roll(1, 0)]) for leaf in real[1:]]
                 batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
                 after = {name: value.clone() for name, value in others.items()}
-                found = stacked.gradients(parameters, after, setup.form.batch(batch), weights)
+                found = stacked.gradients(parameters, after, setup.batch(batch), weights)
                 if not alike(*found[:2], alone, _TRACE):
                     return False
                 for name in setup.layout.buffers:

@@ -11,38 +11,63 @@ from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from lightning import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pflight.engines.alone.client import ClientModel, training_step
 from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
+from pflight.engines.base import resting
 from pflight.engines.client_setup import ClientSetup
-from pflight.engines.phases import resting
 from pflight.local_client import Batches, Part, Pass
 from pflight.method import OWN, PERSONAL, ClientMethod, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
 
-from .embeddings import CheckedEmbeddings
+from .autocast import StackedAutocast
 
 _ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
-
 Columns = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
-
 ANCHOR, MEMORY = "anchor.", "memory."
 """Prefixes of a client's inputs that are not in its state."""
-
 _OFTEN = 12  # calls with the same shapes before the first record; before the second twice as many
 _RECORDS = 16  # largest number of records
+
+
+class CheckedEmbeddings(TorchFunctionMode):
+    """Makes the vector NaN for an index outside of an embedding's table.
+
+    Under ``vmap`` such an index is no error, but reads a vector of another client.
+
+    Example:
+        >>> with CheckedEmbeddings():
+        ...     F.embedding(torch.tensor([1, 2]), torch.tensor([[3.0], [4.0]])).flatten()
+        tensor([4., nan])
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not F.embedding:
+            return function(*args, **(kwargs or {}))
+        return _embed(*args, **(kwargs or {}))
+
+
+def _embed(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+    known = (input >= 0) & (input < len(weight))
+    vectors = F.embedding(input.clamp(0, len(weight) - 1), weight, *args, **options)
+    return torch.where(known.unsqueeze(-1), vectors, torch.nan)
 
 
 class Mode(NamedTuple):
@@ -64,6 +89,10 @@ class Stack:
         module: A copy of the client module in its training modes. It belongs to this object.
         client_method: The client method.
         layout: The state layout of both.
+
+    Attributes:
+        after_training: Lets the client method change all clients' own entries in place.
+        remember: Returns the clients' memory ``[C, ...]``, given their states and inputs.
     """
 
     def __init__(
@@ -90,8 +119,8 @@ class Stack:
         self._logs: dict[Mode, bool] = {}
         self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
         self._outputs = vmap(self._output)
-        self._after_training = vmap(self._finish, out_dims=None)
-        self._remember = vmap(self._keep)
+        self.after_training = vmap(self._finish, out_dims=None)
+        self.remember = vmap(self._keep)
         self._training = [(part, part.training) for part in module.modules()]
         # PyTorch's advice on slow operations under vmap is not for users. It names this file.
         warnings.filterwarnings("ignore", _ADVICE)
@@ -103,20 +132,8 @@ class Stack:
     @property
     def changes_afterwards(self) -> bool:
         """Whether the client method changes its own entries after training."""
-        client_methods = (
-            [self.client_method]
-            if self.client_method.personal is None
-            else [self.client_method, self.client_method.personal]
-        )
-        return any(
-            type(client_method).after_training is not ClientMethod.after_training
-            for client_method in client_methods
-        )
-
-    @property
-    def remembers_its_state(self) -> bool:
-        """Whether a client keeps its whole model unchanged."""
-        return self.client_method.remembers_its_state
+        methods = self.client_method, self.client_method.personal or self.client_method
+        return any(type(own).after_training is not ClientMethod.after_training for own in methods)
 
     def logged(self, mode: Mode) -> Collection[str]:
         """Return the names under which a training step logs its loss.
@@ -190,19 +207,18 @@ class Stack:
 
     # One client, under vmap
 
-    def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return the objective of a single client, with the loss of its personal model."""
-        return self._loss_of(state, batch)[0]
-
     def _loss(
         self, parameters: Columns, others: Columns, batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self._loss_of({**parameters, **others}, batch, weights)
+        return self.losses({**parameters, **others}, batch, weights)
 
-    def _loss_of(
+    def losses(
         self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return a client's objective, and the loss that its training step would log."""
+        """Return a client's objective, and the loss that its training step would log.
+
+        The objective has the loss of the client's personal model.
+        """
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
             losses = [self.client_method.objective(models[0], batch)]
@@ -316,22 +332,16 @@ class Stack:
         self.module.eval()
         return vmap(find)(state, batches)
 
-    def after_training(self, state: Columns) -> None:
-        """Let the client method change all clients' own entries in place."""
-        self._after_training(state)
-
-    def remember(self, state: Columns) -> Columns:
-        """Return the clients' memory."""
-        return self._remember(state)
-
 
 def _input(name: str) -> Any:
     """Return a property that reads an input of a client at each access."""
-    return property(lambda row: row.tensors[name], doc="See :class:`~pflight.method.LocalClient`.")
+    return property(
+        lambda row: row.tensors[name], doc="See :class:`~pflight.local_client.LocalClient`."
+    )
 
 
 class StackedClient(ClientModel):
-    """One client of a stack, for its client method: a :class:`~pflight.method.LocalClient`.
+    """One client of a stack, for its client method: a :class:`~pflight.local_client.LocalClient`.
 
     Args:
         stacked: The stack.
@@ -374,37 +384,37 @@ class StackedClient(ClientModel):
         self.real = None if sample_weights is None else sample_weights > 0
 
     def task_loss(self, batch: Any) -> Tensor:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         loss = self._loss_at(self.state(), batch)
         self.own_loss = loss.detach()
         return loss
 
     def mean(self, values: Tensor) -> Tensor:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         if self.sample_weights is None:
             return values.sum() / len(values)
         of_samples = values.flatten(1).sum(1) if values.dim() > 1 else values
         return (of_samples * self.sample_weights.to(of_samples.dtype)).sum()
 
     def batch_mean(self, values: Tensor) -> Tensor:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         if self.sample_weights is None:
             return values.mean(0)
         return torch.tensordot(self.sample_weights.to(values.dtype), values, 1)
 
     def batch_sum(self, values: Tensor) -> Tensor:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         if self.real is None:
             return values.sum(0)
         return torch.tensordot(self.real.to(values.dtype), values, 1)
 
     def classes(self, batch: Any) -> Tensor:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         rows = super().classes(batch)
         return rows if self.real is None else rows * self.real.unsqueeze(1)
 
     def state(self) -> dict[str, Tensor]:
-        """See :class:`~pflight.method.LocalClient`."""
+        """See :class:`~pflight.local_client.LocalClient`."""
         return {**self.weights, **self.buffers}
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
@@ -432,6 +442,13 @@ class StackedClient(ClientModel):
             return _step(module, unread)
         finally:
             del vars(module)["loss"]
+
+
+def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
+    """Return the context of stacked passes."""
+    if isinstance(setup.precision, MixedPrecision):
+        return StackedAutocast(torch.bfloat16)  # float16 is refused
+    return setup.forward_context()
 
 
 def _attention_on(device: torch.device) -> AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from pflight.engines.client_setup import ClientSetup, check_order
 from pflight.states.state import rows
+from pflight.task import Task
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 """Optimizers that treat every number by itself. So stacking clients changes nothing."""
@@ -39,11 +42,6 @@ class Plan(NamedTuple):
     def samples(self, step: int) -> int:
         """Return how many samples an epoch needs, if it begins with this step."""
         return sum(self.sizes[: self.steps - step])
-
-    @property
-    def most_samples(self) -> int:
-        """Largest number of samples that an epoch needs."""
-        return sum(self.sizes[: self.steps])
 
     @property
     def last_begin(self) -> int:
@@ -87,31 +85,77 @@ def runs_of(plans: Sequence[Plan]) -> list[Run]:
     return runs
 
 
-class Batches:
-    """The batches of some clients, one client for each row, in given memory.
+class Workspace:
+    """Memory for tensors. It is the same at every call, since new memory takes time.
 
     Args:
+        device: The device of the memory.
+
+    Example:
+        >>> workspace = Workspace(torch.device("cpu"))
+        >>> large = workspace.tensor("x", (3, 4), torch.float32)
+        >>> small = workspace.tensor("x", (2, 5), torch.float32)
+        >>> small.data_ptr() == large.data_ptr()
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held: dict[str, Tensor] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor of a name. Its values are undefined."""
+        size = math.prod(shape)
+        held = self.held.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = self.held[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return held[:size].view(shape)
+
+
+class Batches:
+    """The batches of some clients, one client for each row, in memory that all chunks share.
+
+    Args:
+        setup: The client module, its client method, and its data.
+        clients: The clients' ids by row.
         plans: The rows' plans, longest training first.
-        reserve: Gets the number of samples of a row; returns memory for the tensors of the samples,
-            each ``[rows, samples, ...]``.
-        load: Gets rows, an epoch and each row's number of samples; yields for each row the tensors
-            of all of the client's samples, and the positions of the first ones ``[number]``.
+        samples: Some samples in the common form.
+        workspace: The memory of the batches.
+        round_index: Keys the order of the samples.
+        first_epoch: Index of the first local epoch.
+        shuffled: Whether samples are in the order of the round. Otherwise they keep their own.
         filled: Whether batches of different sizes may be filled up. Otherwise only batches of equal
             size share a call.
     """
 
     def __init__(
         self,
+        setup: ClientSetup,
+        clients: list[int],
         plans: Sequence[Plan],
-        reserve: Callable[[int], list[Tensor]],
-        load: Callable[[range, int, list[int]], Iterable[tuple[list[Tensor], Tensor]]],
+        samples: list[Tensor],
+        workspace: Workspace,
+        round_index: int,
+        first_epoch: int,
+        shuffled: bool,
         filled: bool,
     ) -> None:
+        self.setup = setup
+        self.clients = clients
+        self.round_index = round_index
+        self.first_epoch = first_epoch
+        self.shuffled = shuffled
         self.runs = runs_of(plans)
-        self.load = load
         self.filled = filled and len(self.runs) > 1
+        self._counts = setup.data.num_samples("train")[clients].tolist()
         self._largest = max(max(run.plan.sizes, default=0) for run in self.runs)
-        self.held = reserve(max(map(self._room, self.runs)))
+        self._several = any(plan.steps > len(plan.sizes) for plan in plans)  # epochs
+        self._cached: dict[int, list[Tensor]] = {}  # samples by row
+        shape = len(clients), max(map(self._room, self.runs))
+        self.held = [
+            workspace.tensor(f"{place}", (*shape, *leaf.shape[1:]), leaf.dtype)
+            for place, leaf in enumerate(samples)
+        ]
 
     def __len__(self) -> int:
         return self.runs[0].plan.steps
@@ -127,25 +171,39 @@ class Batches:
     def _room(self, run: Run) -> int:
         """Return the number of samples that a row must have memory for."""
         plan = run.plan
-        return plan.last_begin + self._largest if self.filled else plan.most_samples
+        return plan.last_begin + self._largest if self.filled else plan.samples(0)
 
     def _start_epoch(self, runs: Sequence[Run], epoch: int, step: int) -> None:
         """Load the samples of an epoch of neighbouring runs."""
-        rows = range(runs[0].first, runs[-1].last)
-        counts = [run.plan.samples(step) for run in runs for _ in range(run.first, run.last)]
-        rooms = [self._room(run) for run in runs for _ in range(run.first, run.last)]
-        loaded = self.load(rows, epoch, counts)
-        for row, room, count, (leaves, order) in zip(rows, rooms, counts, loaded, strict=True):
+        setup, chosen = self.setup, range(runs[0].first, runs[-1].last)
+        clients = self.clients[chosen.start : chosen.stop]
+        when = self.round_index, self.first_epoch + epoch
+        run_of = [run for run in runs for _ in range(run.first, run.last)]
+        counts = [run.plan.samples(step) for run in run_of]
+        if self.shuffled:
+            orders = setup.data.orders(clients, *when)
+        else:
+            orders = [torch.arange(self._counts[row]) for row in chosen]
+        each = zip(chosen, clients, run_of, counts, orders, strict=True)
+        for row, client, run, count, order in each:
+            leaves = self._cached[row] if row in self._cached else setup.samples(client, "train")
+            if self._several:
+                self._cached[row] = leaves
+            check_order(self._counts[row], order)
+            leaves, order = setup.augmented(leaves, client, *when), order[:count].to(setup.device)
             for part, held in zip(leaves, self.held, strict=True):
                 if part.shape[1:] != held.shape[2:] or part.dtype != held.dtype:
                     raise ValueError(
                         f"samples are {part.dtype} of shape {list(part.shape[1:])}, where "
                         f"{held.dtype} of shape {list(held.shape[2:])} are stacked"
                     )
-            if room > count:  # a real sample, since a loss may fail on others
+            if (room := self._room(run)) > count:  # a real sample, since a loss may fail on others
                 order = torch.cat([order, order[:1].expand(room - count)])
             for part, held in zip(leaves, self.held, strict=True):
                 torch.index_select(part, 0, order, out=held[row, : len(order)])
+        if isinstance(task := setup.client, Task) and setup.has_loss_of_its_kind:
+            labels = [self.held[1][row, :n] for row, n in zip(chosen, counts, strict=True)]
+            task.check_targets(torch.cat(labels))
 
     def _group(self, places: Sequence[_Place]) -> Group:
         rows = slice(places[0].run.first, places[-1].run.last)

@@ -1,4 +1,4 @@
-"""Parts of a client's Trainer that replace Lightning's own."""
+"""Parts of a client's Trainer that replace Lightning's own, and its penalties of manual steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
@@ -27,6 +28,8 @@ Step = Callable[[Callable[[], Any], Any], Any]
 
 
 _OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"}
+Penalty = Callable[[], Tensor | None]
+"""Returns the scalar to add to the loss, or nothing."""
 
 
 class LocalStrategy(SingleDeviceStrategy):
@@ -35,7 +38,7 @@ class LocalStrategy(SingleDeviceStrategy):
     def __init__(self, precision: Precision, device: torch.device) -> None:
         accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
         super().__init__(device, accelerator=accelerator, precision_plugin=precision)
-        self.step: Step | None = None
+        self.step: Step = lambda own_step, _: own_step()
         self.batch_size = 0
 
     def own_step(self, batch: Any, *args: Any) -> Any:
@@ -45,8 +48,6 @@ class LocalStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         """Run the module's training step as the client method changes it."""
-        if self.step is None:
-            return self.own_step(batch, *args)
         return self.step(lambda: self.own_step(batch, *args), batch)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,11 +86,6 @@ class Results(_ResultCollection):
         self.num_samples = 1
         self.directions: dict[str, bool] = {}
         self.seen: dict[str, Seen] = {}
-
-    def forget(self) -> None:
-        """Forget the logged values, and the metric objects of another copy."""
-        self.clear()
-        self.logs = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Take a value as Lightning does, and add it to the sums."""
@@ -172,25 +168,6 @@ def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
             module.configure_optimizers = given  # type: ignore[method-assign]
 
 
-def no_clipping(*_: Any, **__: Any) -> None:
-    """Don't clip: the client method has its own optimizer, unknown to the module."""
-
-
-def never_synchronise(module: torch.nn.Module) -> None:
-    """Keep torchmetrics from adding up the counts of different ranks' clients."""
-    for part in module.modules():
-        if isinstance(part, Metric):
-            part.distributed_available_fn = _alone
-
-
-def _alone() -> bool:
-    return False
-
-
-def no_hint() -> None:
-    """Replace Lightning's hint at modules in evaluation mode. Frozen modules are in this mode."""
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Create a Trainer without messages on the machine. The federation's Trainer has given them."""
@@ -202,3 +179,43 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def penalise(optimizer: Optimizer, penalty: Penalty) -> None:
+    """Add a penalty's gradient to an optimizer's steps: after its closure, if it has one."""
+
+    def penalised(
+        _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = options.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            _add_gradient(optimizer, penalty)
+            return None
+
+        def with_penalty() -> Any:
+            output = closure()
+            _add_gradient(optimizer, penalty)
+            return output
+
+        return args[:1], {**options, "closure": with_penalty}
+
+    optimizer.register_step_pre_hook(penalised)
+
+
+@torch.enable_grad()
+def _add_gradient(optimizer: Optimizer, penalty: Penalty) -> None:
+    """Add the gradient of a penalty to the gradients of an optimizer's parameters."""
+    value = penalty()
+    if value is None:
+        return
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            held = parameter.grad
+            parameter.grad = gradient if held is None else held + gradient
