@@ -1,6 +1,7 @@
 """Plant defects in the code, and count those that the tests of ``./check`` find.
 
     python benchmarks/defects.py map          # which test enters which line; as long as ./check all
+    python benchmarks/defects.py choose       # which of them ./check leaves out
     python benchmarks/defects.py plant        # 200 defects, each in a process of its own
 
 A defect changes one place of the core, the methods or the client modules: a comparison, a sign, a
@@ -10,6 +11,10 @@ one fails: first the tests of ``./check``, then those that only ``./check all`` 
 ``--seconds`` limits the time of its tests. The same ``--seed`` plants the same defects.
 
 The last line says how many of the defects that any test finds the short check finds by itself.
+
+``choose`` writes ``tests/left_out.txt``, beside the tests that are marked ``long``. It leaves out
+parameters of tests whose every line at least ``--others`` further tests enter, the slowest first.
+Each test keeps one of its parameters, and shipped methods keep all their properties.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -40,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pflight", "models", "callbacks/methods")
 WITHOUT = ("pflight/deploy", "pflight/experiments", "pflight/command")
 MAP = ROOT / "build" / "defects"
+LEFT_OUT = ROOT / "tests" / "left_out.txt"
+SHARED = ("tests/test_algorithms.py", "tests/test_ranks.py")  # runs that several tests look at
 PLANTED = "PFLIGHT_PLANTED"
 PRELOADED = ["torch", "lightning.pytorch", "torchmetrics", "tensordict", "sklearn.datasets"]
 _NO_SUCH_TEST, _NO_TEST = 4, 5  # of pytest.ExitCode; processes of tests shall not import pytest
@@ -239,6 +246,26 @@ class Tests:
                 entering[other].add(test)
         return entering
 
+    def entered(self, files: set[str]) -> dict[str, set[tuple[int, int]]]:
+        """Return the lines of some files that each short test enters, with the file's number."""
+        of_files = {
+            number
+            for number, path in self.kept.execute("select id, path from file")
+            if any(path.endswith(f"/{file}") for file in files)
+        }
+        names = {
+            number: test
+            for number, context in self.kept.execute("select id, context from context")
+            if (test := context.rpartition("|")[0]) in self.short
+        }
+        entered: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        for context, file, *lines in self.kept.execute(
+            "select context_id, file_id, abs(fromno), abs(tono) from arc"
+        ):
+            if file in of_files and context in names:
+                entered[names[context]].update((file, line) for line in lines)
+        return entered
+
     def chosen(self, entering: set[str], short: bool, seconds: float) -> list[str]:
         """Return tests that enter a line, of one part: the narrowest first, for some seconds."""
         files = {test.partition("::")[0] for test in entering}
@@ -298,17 +325,41 @@ def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> 
     return FOUND if process.exitcode else MISSED
 
 
-def run_plant(options: argparse.Namespace) -> None:
-    """Plant defects, and print what finds each of them."""
+def run_choose(options: argparse.Namespace) -> None:
+    """Write which parameters of tests the short check leaves out."""
     tests = Tests()
-    files = [
+    entered = tests.entered({str(path.relative_to(ROOT)) for path in _files()})
+    others = Counter(place for places in entered.values() for place in places)
+    left = Counter(test.partition("[")[0] for test in tests.short)
+    chosen = []
+    for test in sorted(entered, key=lambda test: tests.seconds.get(test, 0.0), reverse=True):
+        name = test.partition("[")[0]
+        kept = left[name] == 1 or test.startswith(SHARED) or tests.seconds.get(test, 0.0) < 1
+        if not kept and all(others[place] > options.others for place in entered[test]):
+            others.subtract(entered[test])
+            left[name] -= 1
+            chosen.append(test)
+    head = "# Left out by ./check. benchmarks/defects.py choose writes this file.\n"
+    LEFT_OUT.write_text(head + "".join(f"{test}\n" for test in sorted(chosen)))
+    seconds = sum(tests.seconds[test] for test in chosen)
+    print(f"{len(chosen)} of {len(tests.short)} tests, {seconds:.0f} s of them, are left out")
+
+
+def _files() -> list[Path]:
+    """Return the files in which defects are planted."""
+    return [
         path
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not str(path.relative_to(ROOT)).startswith(WITHOUT)
     ]
+
+
+def run_plant(options: argparse.Namespace) -> None:
+    """Plant defects, and print what finds each of them."""
+    tests = Tests()
     every: dict[Defect, set[str]] = {}  # and the tests that enter them
-    for path in files:
+    for path in _files():
         entering = tests.entering(str(path.relative_to(ROOT)))
         for defect in defects_of(path):
             if entering[defect.line] and re.search(options.only, f"{defect.file}:{defect.line}"):
@@ -351,6 +402,9 @@ def main() -> None:
     planting.add_argument("--seconds", type=float, default=120, help="of tests, for each part")
     planting.add_argument("--only", default="", help="a pattern of `file:line`")
     planting.set_defaults(run=run_plant)
+    choosing = kinds.add_parser("choose", help="write which tests ./check leaves out")
+    choosing.add_argument("--others", type=int, default=6, help="tests that enter each line, too")
+    choosing.set_defaults(run=run_choose)
     for each in (mapping, planting):
         each.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()

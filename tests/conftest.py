@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.connectors import callback_connector
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
+LEFT_OUT = {*(Path(__file__).parent / "left_out.txt").read_text().splitlines()}
 CHOSEN = os.environ.get("PFLIGHT_METHOD")  # `./check method` makes the tests of one alone
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unmatched: dict[str, set[str]] = {}
     covers = config.pluginmanager.hasplugin("pytest_cov")
     for item in items:
+        if item.nodeid in LEFT_OUT:
+            item.add_marker(pytest.mark.long)
         if short := item.get_closest_marker("short"):
             matching = {pattern for pattern in short.args if fnmatchcase(item.callspec.id, pattern)}
             if not matching:
