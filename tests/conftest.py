@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors import callback_connector
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
 LEFT_OUT = {*(Path(__file__).parent / "left_out.txt").read_text().splitlines()}
+LONGEST = ("test_ranks.py", "test_algorithms.py")
 CHOSEN = os.environ.get("PFLIGHT_METHOD")  # `./check method` makes the tests of one alone
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +40,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `./check` leaves out, and whole runs: coverage makes them half as long again."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # else they end alone
     unmatched: dict[str, set[str]] = {}
     covers = config.pluginmanager.hasplugin("pytest_cov")
     for item in items:
