@@ -359,7 +359,8 @@ class ClientWork:
         updates = self.finished(clients, starts, updates)
         assert self.callback is not None
         updates = self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
-        self.count_aside(clients, sent, updates)
+        busy = self.attached_engine.setup.has_batches(updates.clients)
+        self.count_aside(clients, sent, updates if busy.all() else updates.where(busy))
         return updates
 
     def count_aside(

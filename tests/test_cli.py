@@ -31,6 +31,7 @@ from pflight.command.cli import FederationCLI, main
 from pflight.errors import ConfigurationError
 from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
+from pflight.runs.callbacks import dumped
 from pflight.runs.checkpoint import AtomicCheckpointIO
 from pflight.runs.folder import RunFolder
 from tests.event_files import read_events
@@ -132,7 +133,7 @@ class TestRunFolder:
     def test_fit_fills_it(self, capsys):
         pflight("fit")
         out = capsys.readouterr().out
-        assert "used by the clients" in out
+        assert "used by clients" in out
         assert "macro acc" in out
         assert "\x1b" not in out, "control characters where there is no terminal"
         assert {path.name for path in Path("run", "checkpoints").glob("*.ckpt")} == {
@@ -762,7 +763,8 @@ def test_the_seed_reaches_wrapped_data():
 def test_a_saved_config_keeps_its_seeds(seed, monkeypatch):
     monkeypatch.setattr(FederationCLI, "fit", lambda self, **_: None)
     cli = FederationCLI(["fit", *composed("data/digits"), f"--seed_everything={seed}"])
-    Path("saved.yaml").write_text(cli._dump())
+    parser = cli._parser(cli.subcommand)
+    Path("saved.yaml").write_text(dumped(parser, cli.config[cli.subcommand]))
     again = ["fit", "--config", "saved.yaml", "--seed_everything=5"]
     cli = FederationCLI([*again, "--model.seed=null"])
     assert (cli.datamodule.seed, cli.model.clients.seed) == (seed, 5)

@@ -26,7 +26,7 @@ from tests.runs import (
 
 @pytest.fixture
 def clustered() -> tuple[Federation, FeSEM]:
-    server = FeSEM(2, init_clients=3)
+    server = FeSEM(2, init_clients=3, newcomers="mean")
     client = linear_client(ProximalClient, double=True)
     data = small_data(dtype=torch.float64, cohort_size=2)
     return run(client, data, server, rounds=2, engine="sequential"), server

@@ -172,7 +172,7 @@ class TestFit:
         raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
         assert stopped("fit", rounds=2) == 143
         captured = capfd.readouterr()
-        assert "used by the clients" in captured.out
+        assert "used by clients" in captured.out
         assert "stopped by SIGTERM after 2 rounds, the last of the run" in captured.err
 
     @pytest.mark.long

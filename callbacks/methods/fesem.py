@@ -19,7 +19,7 @@ from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
 from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
-from pflight.runs.distributed import all_sum
+from pflight.runs.distributed import all_max, all_sum
 from pflight.server_callback import ServerCallback
 from pflight.states.state import expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
@@ -88,9 +88,10 @@ class FeSEM(ClusteredMethod):
         newcomers: How a client that has not trained finds the center by which it is judged.
             ``"loss"`` takes the center with the lowest loss on its training samples. ``"distance"``
             trains once from the mean of the centers, and takes the nearest center. ``"mean"`` takes
-            the mean of the centers, as do clients without training samples, and all as long as
-            there is no data. The default is ``"loss"``, or ``"distance"`` if the client module
-            optimizes by hand.
+            the mean of the centers, as do clients without training samples. The default is
+            ``"loss"``, or ``"distance"`` if the client module optimizes by hand. Without data, as
+            after loading a checkpoint, a client keeps the center that it found when it was last
+            judged.
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
             value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
@@ -171,6 +172,8 @@ class FeSEM(ClusteredMethod):
         with torch.no_grad():  # a distance of one's own may be wrong
             self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("initialized", self.centers is not None)
+        self.add_state("found", torch.full_like(self.assignments, -1), on_cpu=True)
+        self._looked = self.found.clone()
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
         self.add_state("selection", None, kind=ClusterSelection)
@@ -185,26 +188,39 @@ class FeSEM(ClusteredMethod):
         """Run one round. The first is the initialisation, with its own clients."""
         if self.initialized:
             super().round(cohort)
-            total, count = all_sum(self._distances).tolist()
-            if count:
-                self.clients.log({"fesem/objective": total / count})
         else:
+            before = self.assignments.clone()
             self._initialize()
-            self.log_sizes()
+            self.log_clusters(before)
+        total, count = all_sum(self._distances).tolist()
+        if count:
+            self.clients.log({"fesem/objective": total / count})
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's center, -1 for the mean. Between rounds, newcomers find theirs."""
         centers = super().centers_of(clients)
-        known = self.initialized and self.clients.data is not None
-        if not known or self.clients.current.goes_on or self.newcomers == "mean":
+        if not self.initialized or self.clients.current.goes_on or self.newcomers == "mean":
             return centers
+        if self.clients.data is None:
+            return torch.where(centers < 0, self.found[clients.cpu()], centers)
         new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
         if new.any():
             asked = clients[new.to(clients.device)]
             by_loss = self.newcomers is None and self.clients.module.automatic_optimization
             find = self._fitting if by_loss or self.newcomers == "loss" else self._nearest
-            centers[new] = find(asked)
+            centers[new] = self._looked[asked.cpu()] = find(asked)
         return centers
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget which centers newcomers found."""
+        self._looked.fill_(-1)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep which centers newcomers found, on all ranks, for when there is no data."""
+        self.found = all_max(self._looked)
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_validation_epoch_end
 
     def _fitting(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest training loss of each client ``[C]``, -1 if none."""
@@ -230,8 +246,12 @@ class FeSEM(ClusteredMethod):
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest sent center, and add it to the mean."""
         smallest, clusters = self._to_nearest(updates)
-        self._distances += torch.tensor([float(smallest.double().sum()), len(smallest)])
+        self._add_distances(smallest)
         self.assign(updates, clusters)
+
+    def _add_distances(self, smallest: Tensor) -> None:
+        """Add the clients' distances ``[C]`` to the objective."""
+        self._distances += torch.tensor([float(smallest.double().sum()), len(smallest)])
 
     def _to_nearest(self, updates: ClientUpdates) -> tuple[Tensor, Tensor]:
         """Return the distance of each update to its nearest center ``[C]``, and which that is."""
@@ -254,6 +274,7 @@ class FeSEM(ClusteredMethod):
 
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
+        self._distances = torch.zeros(2, dtype=torch.double)
         index = self.clients.current.entry.index
         seed = self.clients.seed + index  # a new sample after a round with too few answers
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
@@ -281,6 +302,8 @@ class FeSEM(ClusteredMethod):
             # With fewer distinct models than clusters, an empty one repeats another's center.
             self.server.replace(k, means.get(k, means[min(means)]))
         self.initialized = True
+        for update in updates:
+            self._add_distances(self._to_nearest(update)[0])
 
     def on_state_loaded(self) -> None:
         """Make the chosen number of models."""

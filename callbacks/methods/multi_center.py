@@ -118,12 +118,16 @@ class MultiCenter(ServerCallback):
         """Run one round. Log the sizes of the clusters, and how many clients changed theirs."""
         before = self.assignments.clone()
         super().round(cohort)
-        self.log_sizes()
+        self.log_clusters(before)
+
+    def log_clusters(self, before: Tensor) -> None:
+        """Log the clusters' sizes, the assignments, and their agreement with known clusters.
+
+        Args:
+            before: The assignments before the round ``[num_clients]``, to count who moved.
+        """
         moved = (before >= 0) & (before != self.assignments)
         self.clients.log({f"{self.tag}/moved": float(moved.sum())})
-
-    def log_sizes(self) -> None:
-        """Log the clusters' sizes, the assignments, and their agreement with known clusters."""
         known = self.assignments >= 0
         found = self.assignments[known]
         sizes = found.bincount(minlength=self.num_clusters).tolist()

@@ -102,6 +102,7 @@ class TrimmedKMeans(MultiCenter):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round. The first runs stages 1 and 2, with all clients."""
+        before = self.assignments.clone()
         if self._centers is None:
             self._cluster()
         else:
@@ -111,7 +112,7 @@ class TrimmedKMeans(MultiCenter):
                 self._place(clients, self._nearest(states))
             if not new.all():
                 ServerCallback.round(self, cohort[~new])
-        self.log_sizes()
+        self.log_clusters(before)
 
     def on_round_start(self) -> None:
         """Start a round without updates."""

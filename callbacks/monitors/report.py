@@ -30,8 +30,8 @@ from pflight.task import Task
 from .quality import columns, judged_by
 
 _MODELS = {
-    "": "used by the clients",
-    "server/": "sent by the server",
+    "": "used by clients",
+    "server/": "sent by server",
     "finetuned/": "fine-tuned",
 }
 _GROUPS = {"": "", "new/": "newcomers: "}

@@ -157,12 +157,12 @@ class TestResultTable:
         text = file.getvalue()
         assert "Local on TensorClients, test" in text
         for label, prefix in (
-            ("used by the clients", ""),
-            ("sent by the server", "server/"),
+            ("used by clients", ""),
+            ("sent by server", "server/"),
             ("fine-tuned", "finetuned/"),
         ):
             row = next(line for line in text.splitlines() if label in line)
-            names = ("micro_acc", "macro_acc", "macro_f1", "worst_decile_acc")
+            names = ("micro_acc", "macro_acc", "micro_f1", "macro_f1", "worst_decile_acc")
             values = [metrics[f"test/{prefix}{name}"] for name in names]
             assert re.findall(r"\d\.\d{4}", row) == [f"{value:.4f}" for value in values]
         down = sum(entry.bytes_down for entry in module.history)

@@ -212,7 +212,7 @@ class TestAuto:
     def test_it_goes_on_as_a_run_with_that_number(self) -> None:
         auto = run(classifier(), groups(), FeSEM(**self.options), 4, local_epochs=3)
         assert auto.callback.num_clusters == 3
-        assert list(auto.callback.selection.accuracy) == [2, 3, 4]
+        assert list(auto.callback.selection.accuracy) == [1, 2, 3, 4]
         given = run(classifier(), groups(), FeSEM(3), 4, local_epochs=3)
         assert torch.equal(auto.callback.assignments, given.callback.assignments)
         for left, right in zip(auto.server_states(), given.server_states(), strict=True):
