@@ -136,8 +136,8 @@ class Evaluator:
         }
         aside = self.clients.aside.take()
         if aside.down:
-            means[f"communication/{self.split}_bytes_down"] = aside.down
-            means[f"communication/{self.split}_bytes_up"] = aside.up
+            means[f"{self.split}/bytes_down"] = aside.down
+            means[f"{self.split}/bytes_up"] = aside.up
         return means
 
     def end(self) -> None:

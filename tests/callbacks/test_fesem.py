@@ -364,7 +364,7 @@ class TestNewcomers:
         trainer.fit(federation, datamodule=data)
         (values,) = trainer.test(federation, datamodule=data, verbose=False)
         size = sum(value.nbytes for value in federation.server_states()[0].values())
-        found = [values.get(f"communication/test_bytes_{way}", 0) for way in ("down", "up")]
+        found = [values.get(f"test/bytes_{way}", 0) for way in ("down", "up")]
         assert found == [down * 6 * size, up * 6 * size]  # of six newcomers
 
     def test_without_a_loss_they_go_by_distance(self) -> None:
