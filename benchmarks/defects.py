@@ -234,11 +234,11 @@ class Tests:
     def entering(self, file: str) -> dict[int, set[str]]:
         """Return the tests that enter each line of a file."""
         entering: dict[int, set[str]] = defaultdict(set)
+        numbers = self.kept.execute("select id from file where path like ?", [f"%/{file}"])
         rows = self.kept.execute(
             "select context, abs(fromno), abs(tono) from arc"
-            " join file on file.id = file_id join context on context.id = context_id"
-            " where path like ?",
-            [f"%/{file}"],
+            " join context on context.id = context_id where file_id = ?",
+            [*numbers.fetchone()],
         )
         for context, one, other in rows:
             if test := context.rpartition("|")[0]:
