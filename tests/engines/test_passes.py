@@ -272,6 +272,24 @@ def test_a_client_that_fails_finds_nothing(engine: str) -> None:
 
 
 @ENGINES
+@pytest.mark.parametrize("failing", [0, 2, 5])
+def test_every_client_of_a_stack_is_checked(engine: str, failing: int) -> None:
+    class First(Pass):
+        def __call__(self, c: LocalClient, batches: Batches) -> Mapping[str, Tensor]:
+            return {"z": torch.stack([batch[0].sum() for batch in batches]).sum()}
+
+        def check(self, found: Mapping[str, Tensor]) -> None:
+            if torch.isclose(found["z"], refused):
+                raise ValueError("not this one")
+
+    federation = fitted(engine, (6,) * 6)
+    refused = federation.clients.attached_data.samples(failing, "train")[0].sum()
+    with pytest.warns(UserWarning, match=f"client {failing} failed to look .* not this one"):
+        looked = found_by(federation, First())
+    assert [row for row, own in enumerate(looked) if own is None] == [failing]
+
+
+@ENGINES
 def test_nothing_changes(engine: str) -> None:
     """What is found may be a view of a client's tensors, which stay as they are."""
     federation = fitted(engine, EQUAL, batchnorm_client())
