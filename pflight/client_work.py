@@ -370,6 +370,8 @@ class ClientWork:
         assert self.callback is not None
         self.aside.down += len(clients) * state_bytes(sent)
         if updates is not None:
+            names = [name for name in self.callback.sent_names if name in updates.states]
+            updates = replace(updates, states=updates.states.select(*names))
             saved = updates.bytes_saved * len(updates.clients)
             self.aside.up += self.callback.bytes_up(updates) - saved
 

@@ -352,9 +352,24 @@ class Clients(ClientWork):
             clients: Ids ``[C]``.
             sent: What the server sends them now ``[C]``.
             states: With what its rule begins ``[C]``; the model itself if there is no rule.
+
+        Raises:
+            ConfigurationError: If a rule changes tensors in place.
         """
         rule = self.outer_method.models().get(tag)
-        return states if rule is None else rule(self, clients, sent, states)
+        if rule is None:
+            return states
+        # The server's models and clients' memory may be views of these.
+        given = [leaf for leaf in states.values(True, True) if not leaf.is_inference()]
+        before = [leaf._version for leaf in given]
+        made = rule(self, clients, sent, states)
+        if before != [leaf._version for leaf in given]:
+            name = type(self.outer_method).__name__
+            raise ConfigurationError(
+                f"{name}.models(): the rule of {tag!r} changes tensors in place: it has to replace "
+                "entries of the states"
+            )
+        return made
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""

@@ -180,7 +180,7 @@ class LocalClient(Protocol):
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over a batch's samples of what there is of each: values ``[n, ...]``.
 
-        What a sample has several of is added up. A loss has to take its means by this, so that an
+        Further dimensions of a sample are summed. A loss has to take its means by this, so that an
         engine may leave samples out that only fill a batch up.
         """
 
@@ -396,7 +396,7 @@ class LocalWork(Protocol):
         """
 
     def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
-        """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
+        """Train as in a round, from what is sent ``[C]``; nothing is kept."""
 
     def random(self, client: int) -> torch.Generator:
         """Return what draws random numbers for a client, by seed and round."""

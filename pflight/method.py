@@ -55,14 +55,14 @@ class ClientMethod:
 
     What clients do around their training is for a stack of them ``[C]``, by what :class:`LocalWork`
     they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the :meth:`models` by
-    which they are judged. A machine that holds one client does it for that one.
+    which they are judged. In a deployment C is 1.
 
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
         judged_by_memory: Whether a client is judged by the model that it remembers. This takes no
             rule in :meth:`models`. Fine-tuning does not change this model.
-        averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
-            to do with them, so that samples without weight may fill up a batch.
+        averages_samples: Whether what it adds to the loss is a mean over samples, or does not
+            depend on them. Only then may batches be padded.
         personal: The client method by which each client trains a second, personal copy of its
             module on the same batches, by which it is judged and which never travels; ``None`` for
             no copy.
@@ -103,8 +103,12 @@ class ClientMethod:
     def __init_subclass__(cls) -> None:
         """Raise if a subclass defines a method of an earlier version, which nothing would call."""
         super().__init_subclass__()
-        if earlier := sorted(vars(cls).keys() & _NOW_MODELS):
-            raise TypeError(f"{cls.__name__}: {', '.join(earlier)} became rules of models()")
+        own = {name for kind in cls.__mro__ if kind is not ClientMethod for name in vars(kind)}
+        if earlier := sorted(own & _NOW_MODELS):
+            raise TypeError(
+                f"{cls.__name__}.{earlier[0]} is of an earlier version: return its rule by its tag "
+                "from models()"
+            )
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module lacks what this client method needs.
@@ -355,9 +359,20 @@ class ClientMethod:
 
     @property
     def further_models(self) -> tuple[str, ...]:
-        """The tags of the further models of :meth:`models`."""
+        """The tags of the further models of :meth:`models`.
+
+        Raises:
+            ConfigurationError: If a tag does not end with a slash, or is that of newcomers.
+        """
         usual = ("", "server/", "finetuned/")
-        return tuple(tag for tag in self.models() if tag not in usual)
+        further = tuple(tag for tag in self.models() if tag not in usual)
+        for tag in further:
+            if not tag.endswith("/") or tag == "new/":
+                raise ConfigurationError(
+                    f"{type(self).__name__}.models(): a further model needs a tag such as "
+                    f"'local/', got {tag!r}"
+                )
+        return further
 
     def __eq__(self, other: object) -> bool:
         """Return whether two client methods are of one kind and have the same options."""

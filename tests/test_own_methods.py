@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from pflight.callbacks import FedAvg, FedProx, FedRep
 from pflight.command.cli import main
 from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.method import ClientMethod
 from pflight.states.layers import Layers
 from tests.algorithm_tester import assert_finite
 from tests.callbacks.test_shared_part import product_client, product_world
@@ -24,6 +27,7 @@ from tests.runs import (
     judged,
     linear_client,
     quadratic_client,
+    quiet_trainer,
     run,
     sgd,
     shared,
@@ -155,3 +159,43 @@ def test_from_the_command_line(
     main(["fit", *configs, *small, "--trainer.max_epochs=1"])
     main(["fit", *configs, *small, "--trainer.max_epochs=2", "--ckpt_path=last"])
     assert "continuing with round 1" in capsys.readouterr().out
+
+
+def test_a_method_of_an_earlier_version_is_refused() -> None:
+    class Mixin:
+        def judged(self, work: Any, clients: Any, sent: Any) -> Any:
+            return sent
+
+    with pytest.raises(TypeError, match=r"Old.judged is of an earlier version: .* models\(\)"):
+
+        class Old(Mixin, ClientMethod):
+            pass
+
+
+@pytest.mark.parametrize("tag", ["", "server/"])
+def test_a_rule_that_changes_tensors_in_place_is_refused(tag: str) -> None:
+    class InPlace(ClientMethod):
+        def models(self) -> dict[str, Any]:
+            return {tag: self.halved}
+
+        def halved(self, work: Any, clients: Any, sent: Any, states: Any) -> Any:
+            states["network.weight"].mul_(0.5)
+            return states
+
+    client = linear_client()
+    client.client_method = InPlace()
+    federation, data, trainer = Federation(client), small_data([5]), quiet_trainer(1, FedAvg())
+    with pytest.raises(ConfigurationError, match=r"InPlace.*the rule of .* tensors in place"):
+        trainer.fit(federation, datamodule=data)
+
+
+@pytest.mark.parametrize("tag", ["local", "new/"])
+def test_a_further_model_needs_a_tag_of_its_own(tag: str) -> None:
+    class Odd(ClientMethod):
+        def models(self) -> dict[str, Any]:
+            return {tag: lambda work, clients, sent, states: states}
+
+    client = linear_client()
+    client.client_method = Odd()
+    with pytest.raises(ConfigurationError, match=r"Odd.models\(\): a further model needs a tag"):
+        run(client, small_data(), FedAvg())

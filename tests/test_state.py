@@ -287,3 +287,11 @@ def test_a_tied_weight_is_put_in_each_place_once_and_taken_out_again() -> None:
     assert torch.equal(y, x @ other.T @ other.T)
     assert module.first.weight is weight
     assert module.last.weight is weight
+
+
+def test_flags_of_a_mean_are_true_if_one_is() -> None:
+    """Boolean entries take the maximum, as integers do."""
+    states = TensorDict({"seen": torch.tensor([[False, True], [False, False]])}, [2])
+    mean = WeightedMean({"seen": torch.tensor([False, False])})
+    mean.add(states, torch.ones(2))
+    assert mean.compute()["seen"].tolist() == [[False, True]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflight.data.cohort import sample_clients
 from pflight.data.data_module import FederatedDataModule
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, described
 from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
 from pflight.options import PositiveInt, check_range, checked
@@ -203,6 +203,7 @@ class FeSEM(ClusteredMethod):
             return centers
         if self.clients.data is None:
             return torch.where(centers < 0, self.found[clients.cpu()], centers)
+        centers = torch.where(centers < 0, self._looked[clients.cpu()], centers)
         new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
         if new.any():
             asked = clients[new.to(clients.device)]
@@ -241,6 +242,7 @@ class FeSEM(ClusteredMethod):
     def on_round_start(self) -> None:
         """Start a mean for each center, and the sum of the distances."""
         super().on_round_start()
+        self._looked.fill_(-1)  # the centers change
         self._distances = torch.zeros(2, dtype=torch.double)  # their sum, and how many
 
     def receive(self, updates: ClientUpdates) -> None:
@@ -257,13 +259,20 @@ class FeSEM(ClusteredMethod):
         """Return the distance of each update to its nearest center ``[C]``, and which that is."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
         table = torch.stack(distances, dim=1)
+        if table.isnan().any():
+            raise ConfigurationError("FeSEM: distance gave NaN, by which no center is nearest")
         clusters = table.argmin(dim=1)  # the lowest index on ties
         return table[torch.arange(len(table)), clusters], clusters
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""
         target = self.server.tensors(center, self.shared_parameters)
-        found = self.distance(self.align(states, target), target)
+        try:
+            found = self.distance(self.align(states, target), target)
+        except Exception as error:
+            if self.distance is squared_distance:
+                raise
+            raise ConfigurationError(f"FeSEM: distance failed: {described(error)}") from error
         if not isinstance(found, Tensor) or found.shape != states.batch_size:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigurationError(
@@ -307,6 +316,7 @@ class FeSEM(ClusteredMethod):
 
     def on_state_loaded(self) -> None:
         """Make the chosen number of models."""
+        self._looked.fill_(-1)
         if self.automatic:
             self.resize(self.num_clusters)
 

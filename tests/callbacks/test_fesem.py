@@ -16,9 +16,11 @@ from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models import MLP, Classifier, ProximalClient
+from pflight.modifiers import Private
 from tests import reference
 from tests.runs import (
     CLASSES,
+    FEATURES,
     Point,
     QuadraticClient,
     assert_same,
@@ -367,6 +369,21 @@ class TestNewcomers:
         found = [values.get(f"test/bytes_{way}", 0) for way in ("down", "up")]
         assert found == [down * 6 * size, up * 6 * size]  # of six newcomers
 
+    @pytest.mark.parametrize("newcomers", ["loss", "distance"])
+    def test_each_is_looked_for_once_and_only_what_travels_counts(self, newcomers: str) -> None:
+        private = Private("head")
+        callback = FeSEM(2, newcomers=newcomers, modifiers=[private])
+        data, trainer = self.data(), quiet_trainer(1, callback)
+        network = nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+        federation = Federation(network_client(network).double(), finetune_epochs=1)
+        trainer.fit(federation, datamodule=data)
+        (values,) = trainer.test(federation, datamodule=data, verbose=False)
+        size = (FEATURES * 6 + 6) * 8
+        ways = (2, 0) if newcomers == "loss" else (1, 1)
+        assert [values[f"test/bytes_{way}"] for way in ("down", "up")] == [
+            n * 6 * size for n in ways
+        ]
+
     def test_without_a_loss_they_go_by_distance(self) -> None:
         with pytest.raises(ConfigurationError, match="newcomers='loss' asks for the loss"):
             run(linear_client(Manual), small_data(), FeSEM(2, newcomers="loss"))
@@ -610,10 +627,12 @@ def test_the_objective_and_the_moved_clients_are_logged() -> None:
         (lambda states, center: torch.tensor(0.0), r"for each of 2 clients, got \[\]"),
         (lambda states, center: states["network.bias"], r"for each of 2 clients, got \[2, 3\]"),
         (lambda states, center: 0.0, "for each of 2 clients, got float"),
+        (lambda states: 0.0, "failed: TypeError: .*positional argument"),
+        (lambda states, center: torch.full(states.batch_size, torch.nan), "gave NaN"),
     ],
 )
 def test_a_distance_that_is_no_number_by_client(distance: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"FeSEM: distance must return a number {message}"):
+    with pytest.raises(ConfigurationError, match=f"FeSEM: distance .*{message}"):
         run(linear_client(), small_data(), FeSEM(2, distance=distance))
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -278,3 +278,14 @@ def test_a_batch_is_gathered_at_once():
     assert y.tolist() == [0, 0, 1]
     assert dataset[7][0].tolist() == [12.0]
     assert len(dataset) == 11
+
+
+def test_without_classes_labels_are_the_last_tensor_of_the_samples() -> None:
+    class Readings(FederatedDataModule):
+        num_clients = 1
+
+        def samples(self, client: int, split: str) -> Any:
+            size = 4 if split == "train" else 0
+            return {"x": torch.zeros(size, 3), "y": torch.ones(size), "z": torch.arange(size)}
+
+    assert Readings(num_classes=None).labels(0, "train").tolist() == [0, 1, 2, 3]
