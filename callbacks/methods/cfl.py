@@ -132,11 +132,9 @@ class CFL(MultiCenter):
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's cluster; newcomers descend the tree."""
-        clusters = super().centers_of(clients)
-        new = clusters < 0
-        if self.splits and new.any():
-            clusters[new] = self.descend_tree(clients[new.to(clients.device)])
-        return clusters
+        if not self.splits:
+            return super().centers_of(clients)
+        return self.found_by(clients, self.descend_tree)
 
     def receive(self, updates: ClientUpdates) -> None:
         """Keep a chunk's models and, after the warm-up, their changes."""

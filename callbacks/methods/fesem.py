@@ -173,7 +173,6 @@ class FeSEM(ClusteredMethod):
             self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("initialized", self.centers is not None)
         self.add_state("found", torch.full_like(self.assignments, -1), on_cpu=True)
-        self._looked = self.found.clone()
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
         self.add_state("selection", None, kind=ClusterSelection)
@@ -203,24 +202,14 @@ class FeSEM(ClusteredMethod):
             return centers
         if self.clients.data is None:
             return torch.where(centers < 0, self.found[clients.cpu()], centers)
-        centers = torch.where(centers < 0, self._looked[clients.cpu()], centers)
-        new = (centers < 0) & (self.clients.num_samples[clients.cpu()] > 0)
-        if new.any():
-            asked = clients[new.to(clients.device)]
-            by_loss = self.newcomers is None and self.clients.module.automatic_optimization
-            find = self._fitting if by_loss or self.newcomers == "loss" else self._nearest
-            centers[new] = self._looked[asked.cpu()] = find(asked)
-        return centers
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget which centers newcomers found."""
-        self._looked.fill_(-1)
+        by_loss = self.newcomers is None and self.clients.module.automatic_optimization
+        by_loss |= self.newcomers == "loss"
+        return self.found_by(clients, self._fitting if by_loss else self._nearest)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keep which centers newcomers found, on all ranks, for when there is no data."""
-        self.found = all_max(self._looked)
+        self.found = all_max(self.looked)
 
-    on_test_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_validation_epoch_end
 
     def _fitting(self, clients: Tensor) -> Tensor:
@@ -242,7 +231,6 @@ class FeSEM(ClusteredMethod):
     def on_round_start(self) -> None:
         """Start a mean for each center, and the sum of the distances."""
         super().on_round_start()
-        self._looked.fill_(-1)  # the centers change
         self._distances = torch.zeros(2, dtype=torch.double)  # their sum, and how many
 
     def receive(self, updates: ClientUpdates) -> None:
@@ -316,7 +304,6 @@ class FeSEM(ClusteredMethod):
 
     def on_state_loaded(self) -> None:
         """Make the chosen number of models."""
-        self._looked.fill_(-1)
         if self.automatic:
             self.resize(self.num_clusters)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import lightning as L
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -54,6 +55,8 @@ class MultiCenter(ServerCallback):
 
     assignments: Tensor
     weights: Tensor
+    looked: Tensor
+    """The clusters that clients without one found since the last round, ``[num_clients]``."""
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class MultiCenter(ServerCallback):
                 raise ConfigurationError(f"{what} can't count them: {error}") from error
         self.add_state("assignments", torch.full((self.clients.num_clients,), -1), on_cpu=True)
         self.add_state("weights", torch.empty(0), on_cpu=True)
+        self.looked, self._looked_in = torch.full_like(self.assignments, -1), -1
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):
             self.server.replace(index, center)
@@ -154,6 +158,35 @@ class MultiCenter(ServerCallback):
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return the cluster of the center to send to each client ``[C]``; -1 for the mean."""
         return self.assignments[clients.cpu()]
+
+    def found_by(self, clients: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return each client's cluster ``[C]``. Those without one look for it.
+
+        A client looks once between two rounds, and once in each evaluation. Clients without
+        training samples don't.
+
+        Args:
+            clients: Ids ``[C]``.
+            find: Returns the clusters of some clients, -1 for those that find none.
+        """
+        if self._looked_in != self.clients.rounds:
+            self._looked_in = self.clients.rounds
+            self.looked.fill_(-1)
+        clusters = self.assignments[clients.cpu()]
+        clusters = torch.where(clusters < 0, self.looked[clients.cpu()], clusters)
+        if (clusters >= 0).all():
+            return clusters
+        new = (clusters < 0) & (self.clients.num_samples[clients.cpu()] > 0)
+        if new.any():
+            asked = clients[new.to(clients.device)]
+            clusters[new] = self.looked[asked.cpu()] = find(asked)
+        return clusters
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let clients without a cluster look for it again: the data may be others."""
+        self.looked.fill_(-1)
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def lowest_loss(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest loss on the training samples of each client ``[C]``.

@@ -131,14 +131,17 @@ class TrimmedKMeans(MultiCenter):
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's cluster. Newcomers with samples find the nearest center."""
-        clusters = super().centers_of(clients)
-        if self._centers is None or (clusters >= 0).all():
-            return clusters
-        able = self.clients.num_samples[clients.cpu()] > 0
-        new = clients[(able & (clusters < 0)).to(clients.device)]
-        sent = expand_state(self._start, len(new))
-        tried = self.clients.train_aside(new, sent, round_index=0, epochs=self.init_epochs)
-        clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
+        if self._centers is None:
+            return super().centers_of(clients)
+        return self.found_by(clients, self._nearest_to)
+
+    def _nearest_to(self, clients: Tensor) -> Tensor:
+        """Return the center nearest to what each client ``[C]`` trains in stage 1, else -1."""
+        sent = expand_state(self._start, len(clients))
+        tried = self.clients.train_aside(clients, sent, round_index=0, epochs=self.init_epochs)
+        clusters = torch.full((len(clients),), -1)
+        if len(tried.clients):
+            clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
         return clusters
 
     def _cluster(self) -> None:

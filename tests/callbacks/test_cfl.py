@@ -204,6 +204,17 @@ class TestNewcomers:
         quiet_trainer(4, callback).fit(federation, datamodule=everybody)
         assert (callback.assignments == callback.assignments[:4].repeat(4)).all()
 
+    def test_each_descends_once_in_an_evaluation(self) -> None:
+        data, callback, federation = self.federation()
+        for i in data.new_clients.tolist():
+            federation.client_state(i)
+        # Each is asked at the root, and at the split of its half: nobody is asked again.
+        size = federation.history[0].bytes_down // len(federation.history[0].clients)
+        assert federation.clients.aside.down == 2 * len(data.new_clients) * size
+        before = federation.clients.aside.down
+        federation.client_state(int(data.new_clients[0]))
+        assert federation.clients.aside.down == before
+
     def test_what_travels_for_it_counts_in_their_round(self) -> None:
         _, callback, federation = self.federation()
         data = targets(*(self.groups * 4))
