@@ -44,7 +44,7 @@ from .runs.host import check_fits, readable
 from .runs.memory import ClientMemory, MappedMemory
 from .states.head import Head, has_plain_head, mark, trace
 from .states.server_models import BufferWatch, ServerModels
-from .states.state import StateLayout, expand_state, largest_values, moved
+from .states.state import StateLayout, entries, expand_state, largest_values, moved
 from .states.updates import ClientFailure, ClientUpdates
 
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -360,7 +360,7 @@ class Clients(ClientWork):
         if rule is None:
             return states
         # The server's models and clients' memory may be views of these.
-        given = [leaf for leaf in states.values(True, True) if not leaf.is_inference()]
+        given = [leaf for _, leaf in entries(states) if not leaf.is_inference()]
         before = [leaf._version for leaf in given]
         made = rule(self, clients, sent, states)
         if before != [leaf._version for leaf in given]:
