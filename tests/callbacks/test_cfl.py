@@ -205,7 +205,7 @@ class TestNewcomers:
         assert (callback.assignments == callback.assignments[:4].repeat(4)).all()
 
     def test_each_descends_once_in_an_evaluation(self) -> None:
-        data, callback, federation = self.federation()
+        data, _, federation = self.federation()
         for i in data.new_clients.tolist():
             federation.client_state(i)
         # Each is asked at the root, and at the split of its half: nobody is asked again.
