@@ -101,7 +101,7 @@ class MultiCenter(ServerCallback):
                 raise ConfigurationError(f"{what} can't count them: {error}") from error
         self.add_state("assignments", torch.full((self.clients.num_clients,), -1), on_cpu=True)
         self.add_state("weights", torch.empty(0), on_cpu=True)
-        self.looked, self._looked_in = torch.full_like(self.assignments, -1), -1
+        self._looked_in = -1
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):
             self.server.replace(index, center)
@@ -169,9 +169,8 @@ class MultiCenter(ServerCallback):
             clients: Ids ``[C]``.
             find: Returns the clusters of some clients, -1 for those that find none.
         """
-        if self._looked_in != self.clients.rounds:
-            self._looked_in = self.clients.rounds
-            self.looked.fill_(-1)
+        if getattr(self, "_looked_in", -1) != self.clients.rounds:
+            self._forget_found()
         clusters = self.assignments[clients.cpu()]
         clusters = torch.where(clusters < 0, self.looked[clients.cpu()], clusters)
         if (clusters >= 0).all():
@@ -184,7 +183,12 @@ class MultiCenter(ServerCallback):
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let clients without a cluster look for it again: the data may be others."""
-        self.looked.fill_(-1)
+        self._forget_found()
+
+    def _forget_found(self) -> None:
+        self._looked_in = self.clients.rounds
+        with torch.inference_mode(False):  # it outlives an evaluation
+            self.looked = torch.full_like(self.assignments, -1)
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
