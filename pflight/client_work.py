@@ -372,8 +372,12 @@ class ClientWork:
         if updates is not None:
             names = [name for name in self.callback.sent_names if name in updates.states]
             updates = replace(updates, states=updates.states.select(*names))
-            saved = updates.bytes_saved * len(updates.clients)
-            self.aside.up += self.callback.bytes_up(updates) - saved
+            self.aside.up += self.bytes_up(updates)
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Return the bytes that clients sent, packed where a transform allows it."""
+        assert self.callback is not None
+        return self.callback.bytes_up(updates) - updates.bytes_saved * len(updates.clients)
 
     def pipeline(self, returns: Collection[str], gradients: bool = False) -> Pipeline:
         """Return the transforms of what clients send.

@@ -492,8 +492,7 @@ class Clients(ClientWork):
             )
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
-        saved = updates.bytes_saved * len(updates.clients)
-        entry.bytes_up += callback.bytes_up(updates) - saved
+        entry.bytes_up += self.bytes_up(updates)
         return updates
 
     def _train(

@@ -68,8 +68,8 @@ class LocalClient(Protocol):
     def memory(self) -> Mapping[str, Tensor] | None:
         """What the client method remembered of this client, or ``None``.
 
-        An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
-        client starts from.
+        Where many clients train at once, one without memory gets its start state here; see
+        :attr:`seen`.
         """
 
     def memory_of(self, term: Named) -> Mapping[str, Tensor] | None:

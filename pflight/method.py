@@ -224,7 +224,7 @@ class ClientMethod:
     def all_remembered(self, layout: StateLayout) -> dict[str, str]:
         """Return the names of all that a client keeps, also for terms of modifiers.
 
-        To each belongs the entry of a state that stands for it where nothing is kept.
+        Each name maps to the entry of a state that is used if nothing was kept.
         """
         own = self.remembered(layout) if self.keeps_memory else ()
         model = ClientMethod.remembered(self, layout)
@@ -256,7 +256,7 @@ class ClientMethod:
 
     @property
     def judging_memory(self) -> str | None:
-        """What the names in the memory begin with of the model by which a client is judged.
+        """The prefix, in the memory, of the entries of the model by which a client is judged.
 
         ``None`` if it is judged by another model.
         """

@@ -71,6 +71,18 @@ def sgd(lr: float = 0.1, **options: Any) -> Callable[[Iterable[nn.Parameter]], S
     return partial(SGD, lr=lr, **options)
 
 
+class ByHand(Classifier):
+    """A module that optimizes manually."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 def linear_client(
     kind: type[Classifier] = Classifier, double: bool = False, **options: Any
 ) -> Classifier:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from pflight.callbacks.methods.registry import Method
 from pflight.command import catalogue
 from pflight.errors import ConfigurationError
-from pflight.models import Classifier
 from tests.algorithm_tester import shipped
 from tests.pages import ROOT
-from tests.runs import CLASSES, FEATURES, batchnorm_client, network_client, run, small_data
+from tests.runs import CLASSES, FEATURES, ByHand, batchnorm_client, network_client, run, small_data
 
 METHODS = list(shipped())
 MADE = {
@@ -204,18 +203,6 @@ def test_methods_and_configurations_have_each_other() -> None:
         assert any(title.startswith(method.name) for title in title_of.values()), method.name
     (row,) = re.findall(r"^\| algorithms \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
     assert sorted(row.split(", ")) == sorted(method.name for method in METHODS)
-
-
-class ByHand(Classifier):
-    """A module that optimizes manually."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 class Times(nn.Module):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import Split, Visit
-from pflight.data.wrapped import WrappedData
+from pflight.data.wrapped import EVERYBODY, WrappedData
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.states.updates import ClientUpdates
@@ -42,8 +42,7 @@ class PooledData(WrappedData):
         # Where samples are on other machines, this raises.
         parts = [data.samples(owner, "train") for owner in self.owners or [0]]
         self._pool = tree_map(lambda *leaves: torch.cat(leaves), *parts)
-        everybody = {"cohort_size": None, "participation": None}
-        super().__init__(data, availability=1.0, dropout=0.0, **everybody)
+        super().__init__(data, **EVERYBODY)
 
     def _pooled(self, values: Tensor) -> Tensor:
         """Return clients' rows ``[num_clients, ...]`` with their sum in the first owner's row."""

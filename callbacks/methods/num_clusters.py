@@ -20,7 +20,7 @@ from torch import Tensor
 from pflight.data.cohort import sample_clients
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import SPLITS, Split
-from pflight.data.wrapped import WrappedData
+from pflight.data.wrapped import EVERYBODY, WrappedData
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models.classifier import as_classifier
@@ -195,8 +195,7 @@ class SampledClients(WrappedData):
     """
 
     def __init__(self, data: FederatedDataModule, clients: Tensor) -> None:
-        everybody = {"cohort_size": None, "participation": None, "holdout_clients": 0.0}
-        super().__init__(data, availability=1.0, dropout=0.0, **everybody)
+        super().__init__(data, holdout_clients=0.0, **EVERYBODY)
         self.clients = clients
         self.num_clients = len(clients)
         if not data.num_samples("val")[clients].any():

@@ -14,6 +14,13 @@ from .data_module import FederatedDataModule
 from .fingerprint import joined
 from .loaders import Split, Visit
 
+EVERYBODY: dict[str, Any] = {
+    "cohort_size": None,
+    "participation": None,
+    "availability": 1.0,
+    "dropout": 0.0,
+}
+"""Options with which all clients take part in every round."""
 OPTIONS = tuple(inspect.signature(FederatedDataModule).parameters)
 """The options of any federated data, such as ``cohort_size``."""
 

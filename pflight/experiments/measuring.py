@@ -29,7 +29,6 @@ from pflight.runs.checkpoint import rounds_so_far
 from pflight.runs.folder import CONFIG, FAILURE, LOG, RESULTS
 from pflight.runs.same_data import record_of
 from pflight.runs.signals import StopBetweenRounds
-from pflight.server_callback import server_callback_of
 from pflight.states.head import EXTRA
 from pflight.states.state import StateLayout
 
@@ -337,8 +336,7 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     state = federation.client.state_dict()
     own = (name for name in state if not name.startswith(f"{EXTRA}."))
     weights = [state[name] for name in own if name in parameters]
-    callback = server_callback_of(run.trainer)
-    used = data if callback is None else callback.local_data(data)
+    used = federation.clients.attached_data
     cohorts = [used.cohorts.sample(index) for index in range(rounds)]
     orders = [
         used.order(client, index)

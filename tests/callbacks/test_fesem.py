@@ -21,6 +21,7 @@ from tests import reference
 from tests.runs import (
     CLASSES,
     FEATURES,
+    ByHand,
     Point,
     QuadraticClient,
     assert_same,
@@ -281,16 +282,6 @@ def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() ->
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
 
-class Manual(Classifier):
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 class TestNewcomers:
     """Clients that have not trained: from where they train first, and by what they are judged."""
 
@@ -386,9 +377,9 @@ class TestNewcomers:
 
     def test_without_a_loss_they_go_by_distance(self) -> None:
         with pytest.raises(ConfigurationError, match="newcomers='loss' asks for the loss"):
-            run(linear_client(Manual), small_data(), FeSEM(2, newcomers="loss"))
+            run(linear_client(ByHand), small_data(), FeSEM(2, newcomers="loss"))
         data = small_data(holdout_clients=0.34)
-        federation = run(linear_client(Manual), data, FeSEM(2), rounds=2)
+        federation = run(linear_client(ByHand), data, FeSEM(2), rounds=2)
         centers = [flat(state) for state in federation.server_states()]
         for newcomer in data.new_clients.tolist():
             own = flat(federation.client_state(newcomer))
