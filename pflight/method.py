@@ -185,8 +185,18 @@ class ClientMethod:
         return sum(parts[1:], parts[0]) if parts else None
 
     def _values(self, c: Passed) -> list[Tensor]:
-        values = (term.value(c) for term in self.terms)
-        return [value for value in values if value is not None]
+        values = []
+        for term in self.terms:
+            value = term.value(c)
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.dim():
+                found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+                raise TypeError(
+                    f"{type(term).__name__}.value must return a scalar tensor, got {found}"
+                )
+            values.append(value)
+        return values
 
     def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
         """Return an optimizer in place of the module's own; ``None`` leaves it to the module.

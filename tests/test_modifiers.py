@@ -42,7 +42,7 @@ from pflight.callbacks import (
     ServerCallback,
     SharedPart,
 )
-from pflight.errors import ConfigurationError
+from pflight.errors import ClientError, ConfigurationError
 from pflight.local_client import LocalClient
 from pflight.models import Classifier
 from pflight.modifiers import Elastic, Frozen, Modifier, Private, Proximal, Term, by_name
@@ -828,6 +828,24 @@ def test_a_term_of_ones_own(engine: str) -> None:
     own = run(client, data, FedAvg(modifiers=[Shorter(0.05)]), 2, engine=engine)
     torch.testing.assert_close(own.server_states()[0], plain(0.1).server_states()[0])
     assert own.callback.name_in_results == "FedAvg + shorter"
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"), [(torch.ones(3), r"shape \[3\]"), (0.5, "0.5"), ("x", "'x'")]
+)
+def test_a_terms_odd_value_is_said_with_its_name(odd: Any, said: str) -> None:
+    class Odd(Term):
+        def value(self, c: LocalClient) -> Any:
+            return odd
+
+    with pytest.raises(ClientError, match=rf"Odd\.value must return a scalar tensor, got {said}"):
+        run(
+            linear_client(),
+            small_data(),
+            FedAvg(modifiers=[Odd()]),
+            engine="sequential",
+            on_client_error="raise",
+        )
 
 
 class InPlace(Transform):

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from pflight.local_client import Pass
 from pflight.method import Phase
 from pflight.states.state import StateLayout, entries, rows
 
@@ -48,6 +49,17 @@ def is_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether :func:`finite_rows` would accept these tensors as a row."""
     floats = (tensor for tensor in tensors.values() if tensor.is_floating_point())
     return all(bool((_sums(tensor.unsqueeze(0)).abs() < _LARGEST).all()) for tensor in floats)
+
+
+def as_found(look: Pass, found: object) -> dict[str, Tensor]:
+    """Return the result of a pass, if it is a mapping of tensors."""
+    if isinstance(found, Mapping):
+        odd = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+        if not odd:
+            return dict(found)
+        found = next(iter(odd.values()))
+    kind = type(found).__name__
+    raise TypeError(f"{type(look).__name__} must return tensors by name, got {kind}")
 
 
 def what_is_odd(state: TensorDict) -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from pflight import Federation
 from pflight.callbacks import FedAvg
 from pflight.engines.stacked.stack import Stack
+from pflight.errors import ClientError
 from pflight.local_client import Batches, LocalClient, Pass
 from pflight.models import Classifier
 from tests.runs import ENGINES, batchnorm_client, dropout_client, linear_client, run, small_data
@@ -287,6 +288,18 @@ def test_every_client_of_a_stack_is_checked(engine: str, failing: int) -> None:
     with pytest.warns(UserWarning, match=f"client {failing} failed to look .* not this one"):
         looked = found_by(federation, First())
     assert [row for row, own in enumerate(looked) if own is None] == [failing]
+
+
+@ENGINES
+@pytest.mark.parametrize("odd", [3.0, {"a": 3.0}, [("a", torch.ones(2))]])
+def test_odd_results_are_said_with_the_name_of_the_pass(engine: str, odd: Any) -> None:
+    class Odd(Pass):
+        def __call__(self, c: LocalClient, batches: Batches) -> Any:
+            return odd
+
+    federation = fitted(engine, (6, 6), on_client_error="raise")
+    with pytest.raises(ClientError, match=r"Odd must return tensors by name, got (float|list)"):
+        found_by(federation, Odd())
 
 
 @ENGINES

@@ -14,7 +14,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.data.loaders import Split, Visit
-from pflight.engines.base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
+from pflight.engines.base import (
+    ONE_THREAD,
+    are_one,
+    as_found,
+    finite_rows,
+    threads,
+    what_is_odd,
+)
 from pflight.engines.check import check_client
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.time_limit import time_limit
@@ -413,7 +420,7 @@ class SequentialEngine:
             model.module.eval()
             model.num_samples.fill_(int(counts[client]))
             sizes = [*map(len, visit.parts)]
-            own = dict(model.trainer.look(sizes, batches, partial(look, model)))
+            own = as_found(look, model.trainer.look(sizes, batches, partial(look, model)))
             look.check(own)
             # The result may be a view of a tensor that the next client changes.
             found[row] = {name: value.clone() for name, value in own.items()}
