@@ -10,7 +10,6 @@ from tensordict import TensorDict
 from .optim import Yogi
 from .options import checked
 from .server_callback import ServerCallback
-from .states.state import WeightedMean
 from .states.updates import ClientUpdates
 
 _STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi: "FedYogi"}
@@ -29,10 +28,15 @@ class FedAvg(ServerCallback):
             :math:`w_i = 1 / |S|`. ``S`` are the clients that answered in the round.
         buffers: As in :class:`ServerCallback`.
 
+    With ``aggregate="product"`` the factors of low-rank adapters become those of the clients' mean
+    product (FlexLoRA). Most methods with a mean of models have this option.
+
     Example:
         >>> FedAvg(weighting="uniform").weighting
         'uniform'
     """
+
+    aggregates = True
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class FedAvg(ServerCallback):
 
     def on_round_start(self) -> None:
         """Start a new mean."""
-        self.mean = WeightedMean(self.server.tensors(0, self.sent_names))
+        self.mean = self.new_mean()
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models to the mean."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .adapters.pairs import Pair, plain_pairs
+from .adapters.product_mean import ProductMean
 from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
@@ -27,13 +29,15 @@ from .states.declared import DeclaredState
 from .states.head import EXTRA
 from .states.layers import head_entries
 from .states.server_models import ServerModels, unit_vectors
-from .states.state import StateLayout, state_bytes
+from .states.state import StateLayout, WeightedMean, state_bytes
 from .states.updates import ClientUpdates
 from .transforms.base import STAGES, Transform
 from .transforms.pipeline import Pipeline
 
 Modifiers = dict[str, Modifier] | list[Modifier] | None
 """What the option ``modifiers`` of a server callback takes."""
+Aggregate = Literal["factors", "product"]
+"""What the option ``aggregate`` of a server callback takes."""
 
 
 @checked
@@ -81,6 +85,9 @@ class ServerCallback(L.Callback):
         owns_head: Whether it has a rule of its own for the head, which then can't be made private.
         judges_otherwise: Whether :meth:`personalize` has a rule of its own, by default whether a
             subclass overrides it.
+        aggregates: Whether its means of models are made by :meth:`new_mean`. It then has the option
+            ``aggregate``: ``"factors"`` takes means of all entries; ``"product"`` takes the mean of
+            the products of low-rank factors, and splits it again.
         refuses: Kinds of modifiers that it can't be combined with, each with the reason:
             ``"private"``, ``"term"``, ``"transform"``.
     """
@@ -94,8 +101,12 @@ class ServerCallback(L.Callback):
     sends_gradients: bool = False
     owns_head: bool = False
     judges_otherwise: bool = False
+    aggregates: bool = False
     refuses: ClassVar[Mapping[str, str]] = {}
     modifiers: dict[str, Modifier]
+    aggregation: Aggregate
+    pairs: list[Pair]
+    """The low-rank pairs whose products are averaged."""
     _given: dict[str, Any]
     _states: dict[str, DeclaredState]
 
@@ -104,16 +115,19 @@ class ServerCallback(L.Callback):
         callback = super().__new__(cls)
         given = arguments(cls.__init__, callback, *args, **options)
         callback.modifiers = by_name(cls.__name__, given.pop("modifiers", None))
+        callback.aggregation = given.get("aggregate", "factors")
         callback._given = given
         if callback.active_modifiers:
             given["modifiers"] = {one.name: one for one in callback.active_modifiers}
         return callback
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Name an algorithm after its class, unless it says otherwise; add option modifiers."""
+        """Name an algorithm after its class, unless it says otherwise; add the options of all."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = _with_modifiers(cls.__init__)  # type: ignore[method-assign]
+            further = {"modifiers": (Modifiers, None)}
+            further |= {"aggregate": (Aggregate, "factors")} if cls.aggregates else {}
+            cls.__init__ = _with_options(cls.__init__, further)  # type: ignore[method-assign]
         if "algorithm_name" not in vars(cls):
             cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
         if "personalize" in vars(cls):
@@ -153,6 +167,7 @@ class ServerCallback(L.Callback):
         """The algorithm's name with its modifiers, and "+ fine-tuning" if clients are tuned."""
         tuned = self.clients.training.finetune_epochs > 0 and not self.personalizes
         titles = sorted(one.title for one in self.active_modifiers)
+        titles += [f"{self.aggregation} aggregation"] if self.aggregation != "factors" else []
         name = " + ".join([self.algorithm_name, *titles])
         return KNOWN.get(name, name) + " + fine-tuning" * tuned
 
@@ -237,6 +252,7 @@ class ServerCallback(L.Callback):
         if before is None:
             self.clients, self.server, clients.callback = clients, server, self
             self._states, server.on_moved = {}, self.move_state
+            self.pairs = self._pairs_to_aggregate()
             self.setup_server()
             sent = {*self.sent_names}
             if self.sends_model and not self.shared_parameters:
@@ -431,6 +447,36 @@ class ServerCallback(L.Callback):
         left_out = Pipeline(self.transforms, layout, self.sent_names).bytes_kept
         return left_out + sum(layout.template[name].nbytes for name in (*kept, *self.kept_names))
 
+    def new_mean(self, groups: int = 1) -> WeightedMean:
+        """Return an empty mean of the entries that travel, by the rule of ``aggregate``.
+
+        Args:
+            groups: Number of means; the first models of the server are what each of them was sent.
+        """
+        sent = [self.server.tensors(k, self.sent_names) for k in range(groups)]
+        return ProductMean(sent, self.pairs) if self.pairs else WeightedMean(sent[0], groups)
+
+    def _pairs_to_aggregate(self) -> list[Pair]:
+        """Return the low-rank pairs whose products are averaged; none for means of all entries.
+
+        Raises:
+            ConfigurationError: If this callback or the module has no mean of products.
+        """
+        if self.aggregation == "factors":
+            return []
+        owner = f"{type(self).__name__} with aggregate={self.aggregation!r}"
+        if not self.aggregates:
+            raise ConfigurationError(f"{owner}: this method has a rule of its own for its mean")
+        pairs, sent = plain_pairs(self.clients.module, owner), {*self.sent_names}
+        for pair in pairs:
+            for one, other in (pair.names, pair.names[::-1]):
+                if one in sent and other not in sent:
+                    raise ConfigurationError(
+                        f"{owner} needs both factors of an adapter, and {other!r} does not travel: "
+                        "take aggregate='factors'"
+                    )
+        return [pair for pair in pairs if pair.a in sent]
+
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer, by default SGD with step 1: models become the aggregate."""
         return torch.optim.SGD(parameters, lr=1.0)
@@ -540,27 +586,34 @@ KNOWN = {
 """Combinations that are methods of their own, by their usual names."""
 
 
-def _with_modifiers(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that takes ``modifiers`` as well, which ``__new__`` has read."""
+def _with_options(
+    init: Callable[..., None], further: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """Return a constructor that also takes options which ``__new__`` has read.
+
+    Args:
+        init: The constructor.
+        further: The type and the default of each option.
+    """
     signature = inspect.signature(init)
-    if "modifiers" in signature.parameters:
+    further = {name: one for name, one in further.items() if name not in signature.parameters}
+    if not further:
         return init
 
     @functools.wraps(init)
-    def with_modifiers(
-        self: ServerCallback, *args: Any, modifiers: Modifiers = None, **options: Any
-    ) -> None:
-        init(self, *args, **options)
+    def with_options(self: ServerCallback, *args: Any, **options: Any) -> None:
+        init(self, *args, **{n: value for n, value in options.items() if n not in further})
 
     parameters = [*signature.parameters.values()]
     last = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-    option = inspect.Parameter(
-        "modifiers", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Modifiers
-    )
-    parameters.insert(len(parameters) - last, option)
-    with_modifiers.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_modifiers.__annotations__ = {**init.__annotations__, "modifiers": Modifiers}
-    return with_modifiers
+    parameters[len(parameters) - last : len(parameters) - last] = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in further.items()
+    ]
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    kinds = {name: kind for name, (kind, _) in further.items()}
+    with_options.__annotations__ = {**init.__annotations__, **kinds}
+    return with_options
 
 
 def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:

@@ -149,7 +149,17 @@ FIRST = {
     "client_work", "errors", "history", "local_client", "messages", "modifiers", "optim", "options",
     "randomness", "task",
 }  # fmt: skip
-ROOMS = {"states", "transforms", "data", "engines", "metrics", "runs", "command", "experiments"}
+ROOMS = {
+    "adapters",
+    "states",
+    "transforms",
+    "data",
+    "engines",
+    "metrics",
+    "runs",
+    "command",
+    "experiments",
+}
 ROOMS |= {"deploy"}
 
 

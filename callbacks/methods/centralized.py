@@ -111,6 +111,8 @@ class Centralized(FedAvg):
             in a deployment, where samples can't be pooled.
     """
 
+    aggregates = False
+
     def __init__(self) -> None:
         super().__init__("samples", "shared")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -86,6 +86,38 @@ def cluster_updates(
     clusters = torch.full((len(clients),), -1)
     points = points[answered]  # frees the others
     clusters[answered] = kmeans(points, num_clusters, restarts, seed)
+    return clusters
+
+
+def linked(
+    clients: Tensor,
+    updates: Iterable[ClientUpdates],
+    distance: Callable[[TensorDict, Mapping[str, Tensor]], Tensor],
+    num_clusters: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Cluster clients by the distances of their sent models, with average linkage.
+
+    Args:
+        clients: As in :func:`cluster_updates`.
+        updates: As in :func:`cluster_updates`.
+        distance: Returns the distances ``[M]`` of a stack of models to one of them.
+        num_clusters: K.
+        device: Where distances are computed.
+
+    Returns:
+        As :func:`cluster_updates`.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+
+    answered, states = gather_states(updates, device)
+    if len(answered) < num_clusters:
+        return None
+    table = torch.stack([distance(states, state) for state in states]).cpu()
+    estimator = AgglomerativeClustering(num_clusters, metric="precomputed", linkage="average")
+    clusters = torch.full((len(clients),), -1)
+    found = estimator.fit_predict(((table + table.T) / 2).numpy()) if len(table) > 1 else [0]
+    clusters[torch.searchsorted(clients, answered)] = torch.as_tensor(found).long()
     return clusters
 
 

@@ -188,6 +188,8 @@ class FedCP(FedAvg):
         Conditional Policy, KDD 2023, https://arxiv.org/abs/2307.01217.
     """
 
+    aggregates = False
+
     owns_head = True
 
     def __init__(

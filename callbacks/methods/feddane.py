@@ -48,6 +48,8 @@ class FedDANE(FedAvg):
         Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.
     """
 
+    aggregates = False
+
     def __init__(
         self,
         same_set: bool = False,

@@ -155,6 +155,8 @@ class FedDBE(FedAvg):
         NeurIPS 2023, https://arxiv.org/abs/2311.14975.
     """
 
+    aggregates = False
+
     def __init__(
         self,
         kappa: float | None = None,

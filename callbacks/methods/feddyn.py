@@ -134,6 +134,8 @@ class FedDyn(PersonalFedAvg):
         https://arxiv.org/abs/2111.04263.
     """
 
+    aggregates = False
+
     lead: StateModule
     last: StateModule
 

@@ -53,6 +53,8 @@ class FedExP(FedAvg):
         https://arxiv.org/abs/2301.09604.
     """
 
+    aggregates = False
+
     previous: StateModule
     steps: int
 

@@ -147,6 +147,8 @@ class FedNova(FedAvg):
         Optimization, NeurIPS 2020, https://arxiv.org/abs/2007.07481.
     """
 
+    aggregates = False
+
     def __init__(
         self,
         mu: float = 0.0,

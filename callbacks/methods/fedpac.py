@@ -175,6 +175,8 @@ class FedPAC(FedAvg):
         Collaboration, ICLR 2023, https://arxiv.org/abs/2306.11867.
     """
 
+    aggregates = False
+
     owns_head = True
 
     def __init__(

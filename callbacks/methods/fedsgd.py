@@ -32,6 +32,8 @@ class FedSGD(FedAvg):
         buffers: As in :class:`ServerCallback`.
     """
 
+    aggregates = False
+
     sends_gradients = True
 
     def __init__(

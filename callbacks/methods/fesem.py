@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.adapters.distances import AdapterDistance, DistanceName
+from pflight.adapters.pairs import plain_pairs
 from pflight.data.cohort import sample_clients
 from pflight.data.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described
@@ -24,7 +26,7 @@ from pflight.server_callback import ServerCallback
 from pflight.states.state import expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
 
-from .clustering import cluster_updates
+from .clustering import cluster_updates, linked
 from .gradients import check_losses
 from .matching import BBPMAP
 from .num_clusters import (
@@ -81,8 +83,10 @@ class FeSEM(ClusteredMethod):
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
         distance: Distance in the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a
-            stack of states ``[C]`` and a center that returns ``[C]``. The initialisation always
-            uses k-means.
+            stack of states ``[C]`` and a center that returns ``[C]``. For low-rank adapters it can
+            be the name of an :class:`~pflight.adapters.AdapterDistance`: ``"product"``,
+            ``"subspace"`` or ``"cosine_B"``. The initialisation then merges the nearest groups of
+            clients, by average linkage. Otherwise it uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
         newcomers: How a client that has not trained finds the center by which it is judged.
@@ -123,7 +127,7 @@ class FeSEM(ClusteredMethod):
         matching: Literal["bbp_map"] | BBPMAP | None = None,
         centers: Sequence[Mapping[str, Any]] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
-        distance: Literal["l2"] | Distance = "l2",
+        distance: Literal["l2"] | DistanceName | Distance = "l2",
         candidates: Sequence[int] = CANDIDATES,
         criterion: Criterion = "distance",
         newcomers: Literal["loss", "distance", "mean"] | None = None,
@@ -151,7 +155,8 @@ class FeSEM(ClusteredMethod):
         )
         self.num_restarts = num_restarts
         self.init_clients = init_clients
-        self.distance = squared_distance if distance == "l2" else distance
+        self.distance: Distance = squared_distance
+        self._distance = distance
         self.candidates = candidates
         self.criterion = criterion
         self.newcomers = newcomers
@@ -169,6 +174,10 @@ class FeSEM(ClusteredMethod):
         """Make the centers, or one model if their number is to be chosen."""
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
+        if isinstance(self._distance, str) and self._distance != "l2":
+            self.distance = self._of_adapters(self._distance)
+        elif not isinstance(self._distance, str):
+            self.distance = self._distance
         with torch.no_grad():  # a distance of one's own may be wrong
             self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("initialized", self.centers is not None)
@@ -269,6 +278,20 @@ class FeSEM(ClusteredMethod):
             )
         return found
 
+    def _of_adapters(self, name: DistanceName) -> AdapterDistance:
+        """Return a distance of adapters.
+
+        Raises:
+            ConfigurationError: If the module has none, or a factor does not travel.
+        """
+        owner = f"FeSEM with distance={name!r}"
+        pairs, sent = plain_pairs(self.clients.module, owner), {*self.sent_names}
+        for pair in pairs:
+            needed = pair.names if name == "product" else (pair.b,)
+            if missing := [entry for entry in needed if entry not in sent]:
+                raise ConfigurationError(f"{owner}: {missing[0]!r} does not travel")
+        return AdapterDistance(name, pairs)
+
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         self._distances = torch.zeros(2, dtype=torch.double)
@@ -277,14 +300,18 @@ class FeSEM(ClusteredMethod):
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
-        clusters = cluster_updates(
-            sample,
-            updates,
-            self.server.tensors(0, self.shared_parameters),
-            num_clusters=self.num_clusters,
-            restarts=self.num_restarts,
-            seed=derive_seed(Purpose.SERVER, self.clients.seed),
-        )
+        if isinstance(self.distance, AdapterDistance):
+            device = self.clients.device
+            clusters = linked(sample, updates, self.distance, self.num_clusters, device)
+        else:
+            clusters = cluster_updates(
+                sample,
+                updates,
+                self.server.tensors(0, self.shared_parameters),
+                num_clusters=self.num_clusters,
+                restarts=self.num_restarts,
+                seed=derive_seed(Purpose.SERVER, self.clients.seed),
+            )
         if clusters is None:
             rank_zero_warn(
                 f"round {index}: FeSEM failed to find {self.num_clusters} centers, since too few "

@@ -55,6 +55,8 @@ class L2GD(FedAvg):
         https://arxiv.org/abs/2002.05516.
     """
 
+    aggregates = False
+
     outer_method = StepsToMean()
 
     refuses: ClassVar[Mapping[str, str]] = {

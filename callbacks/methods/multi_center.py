@@ -50,6 +50,8 @@ class MultiCenter(ServerCallback):
             other than K.
     """
 
+    aggregates = True
+
     tag: ClassVar[str]
     """Prefix of the tags under which it logs."""
 
@@ -148,7 +150,7 @@ class MultiCenter(ServerCallback):
         groups = self.num_clusters
         self.mean: WeightedMean | MatchedMean
         if self.chain is None or self.matching is None:
-            self.mean = WeightedMean(self.server.tensors(0, self.sent_names), groups)
+            self.mean = self.new_mean(groups)
         else:
             counts = self.clients.class_counts
             keys = self.clients.seed, self.clients.rounds
@@ -224,7 +226,7 @@ class MultiCenter(ServerCallback):
         if center >= 0 or self.num_clusters <= 1:
             return server.tensors(max(center, 0), self.sent_names)
         centers = stack_states(server.tensors(k, self.sent_names) for k in range(self.num_clusters))
-        mean = WeightedMean(server.tensors(0, self.sent_names))
+        mean = self.new_mean()
         weights = self.weights if self.weights.any() else torch.ones_like(self.weights)
         mean.add(self.align(centers, centers[0]), weights)
         return dict(entries(mean.compute()[0]))

@@ -51,6 +51,8 @@ class PFedMe(FedAvg):
         https://arxiv.org/abs/2006.08848.
     """
 
+    aggregates = False
+
     algorithm_name = "pFedMe"
 
     def __init__(

@@ -53,6 +53,8 @@ class Reptile(FedAvg):
         https://arxiv.org/abs/1803.02999.
     """
 
+    aggregates = False
+
     def __init__(
         self,
         weighting: Literal["uniform", "samples"] = "uniform",

@@ -47,6 +47,8 @@ class SCAFFOLD(FedAvg):
         2020, https://arxiv.org/abs/1910.06378.
     """
 
+    aggregates = False
+
     def __init__(self, lr: PositiveFloat = 1.0, option: Literal["I", "II"] | None = None) -> None:
         super().__init__("uniform")
         self.lr = lr

@@ -655,7 +655,10 @@ def test_sizes_are_logged_every_round() -> None:
         ({"num_clusters": 3, "centers": []}, "0 centers were given"),
         ({"num_clusters": 2, "matching": "bbp"}, "matching must be 'bbp_map', .*, got 'bbp'"),
         ({"num_clusters": 2, "matching": BBPMAP(grow=True)}, "grow=True makes centers wider"),
-        ({"num_clusters": 2, "distance": "l1"}, "distance must be 'l2' or a function, got 'l1'"),
+        (
+            {"num_clusters": 2, "distance": "l1"},
+            "distance must be 'l2', 'product', 'subspace', 'cosine_B' or a function, got 'l1'",
+        ),
         ({"num_clusters": "auto", "candidates": []}, "candidates must be"),
         ({"num_clusters": "auto", "candidates": [0, 1]}, r"candidates must be .* got \[0, 1\]"),
         ({"num_clusters": "auto", "criterion": "loss"}, "criterion must be"),

@@ -1,0 +1,73 @@
+"""Distances between the adapters of clients and of a center."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from .low_rank import basis_of
+from .pairs import Pair, matrix
+
+DistanceName = Literal["product", "subspace", "cosine_B"]
+DISTANCES: tuple[str, ...] = get_args(DistanceName)
+
+
+class AdapterDistance:
+    r"""A distance of stacked states ``[C]`` from a center, by their low-rank pairs alone.
+
+    | name | of two pairs | over layers |
+    |---|---|---|
+    | ``"product"`` | :math:`\|s B A - s B' A'\|_F^2` | sum |
+    | ``"subspace"`` | :math:`1 - \|U^\top U'\|_F^2 / \min(r, r')`, U a basis of B | mean |
+    | ``"cosine_B"`` | :math:`1 - \langle B, B' \rangle / (\|B\|_F \|B'\|_F)` | mean |
+
+    A turn of the factors, :math:`B Q` and :math:`Q^{-1} A`, changes neither product nor subspace.
+    A B of zeros has no subspace and no angle. Its distance to everything is 0.
+
+    Args:
+        name: The name of the distance.
+        pairs: The pairs.
+    """
+
+    def __init__(self, name: DistanceName, pairs: Sequence[Pair]) -> None:
+        self.name = name
+        self.pairs = pairs
+
+    def __call__(self, states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
+        """Return the distances ``[C]`` in double precision."""
+        if self.name == "product":
+            return sum(
+                (self._of_products(states, center, pair) for pair in self.pairs), _zero(states)
+            )
+        of_one = _subspace if self.name == "subspace" else _cosine
+        parts = [
+            torch.stack([of_one(matrix(b), matrix(center[pair.b])) for b in states[pair.b]])
+            for pair in self.pairs
+        ]
+        return torch.stack(parts).mean(dim=0)
+
+    def _of_products(self, states: TensorDict, center: Mapping[str, Tensor], pair: Pair) -> Tensor:
+        other = pair.product(center)
+        return torch.stack([(pair.product(state) - other).norm() ** 2 for state in states])
+
+
+def _zero(states: TensorDict) -> Tensor:
+    return torch.zeros(len(states), dtype=torch.double, device=states.device)
+
+
+def _subspace(one: Tensor, other: Tensor) -> Tensor:
+    """Return how far the column spaces of two matrices ``[d, r]`` are apart, in [0, 1]."""
+    u, v = basis_of(one), basis_of(other)
+    if not u.shape[1] or not v.shape[1]:
+        return one.new_zeros(())
+    return (1 - (u.mT @ v).square().sum() / min(u.shape[1], v.shape[1])).clamp(min=0)
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Return 1 minus the cosine of two matrices ``[d, r]`` as vectors, in [0, 2]."""
+    norms = one.norm() * other.norm()
+    return 1 - (one * other).sum() / norms if norms else one.new_zeros(())
