@@ -79,6 +79,33 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     _add_to_both(parser)
 
 
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``pflight export``."""
+    parser.set_defaults(function="pflight.command.export:export")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--client",
+        type=int,
+        metavar="ID",
+        help="the client whose model is written (default: all, each into a folder of its own)",
+    )
+    parser.add_argument(
+        "--server",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="K",
+        help="write the server's model instead, of several the one with this index",
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where files are written")
+    parser.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar="CHECKPOINT",
+        help="last, best or a path (default: last)",
+    )
+
+
 def _add_to_both(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the contents of a table."""
     parser.add_argument(

@@ -1,0 +1,98 @@
+"""Files of a trained model that other programs load: adapters for ``peft``, or all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pflight.errors import ConfigurationError, described
+
+EXTRA_FILE = "extra.safetensors"
+MODEL_FILE = "model.safetensors"
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def write_model(module: nn.Module, folder: Path, trained: Collection[str]) -> list[Path]:
+    """Write a module's weights into a new folder, and return the files.
+
+    A ``PeftModel`` inside the module is written by its ``save_pretrained``, so that
+    ``PeftModel.from_pretrained(base, folder)`` loads it. Several are written into folders by their
+    names. Other trained entries go to ``extra.safetensors``. A module without a ``PeftModel`` has
+    all its entries in ``model.safetensors``.
+
+    Args:
+        module: The module.
+        folder: The folder; it must be empty if it exists.
+        trained: Names of the entries that training may have changed.
+
+    Raises:
+        ConfigurationError: If the folder has files, a package is missing, or the adapters belong
+            to another base than the module was made with.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"--out: {folder} exists already and is not empty")
+    adapted = _peft_models(module)
+    for name, model in adapted.items():
+        _check_base(name, model)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not adapted:
+        _save(module.state_dict(), folder / MODEL_FILE)
+        return [folder / MODEL_FILE]
+    written: set[str] = set()
+    for name, model in adapted.items():
+        own = folder if len(adapted) == 1 else folder / name
+        try:
+            model.save_pretrained(str(own), save_embedding_layers=False)
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"peft can't write {name!r}: {described(error)}") from error
+        written |= _entries_of_adapters(name, model)
+    tensors = module.state_dict()
+    if extra := {entry: tensors[entry] for entry in trained if entry not in written}:
+        _save(extra, folder / EXTRA_FILE)
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _peft_models(module: nn.Module) -> dict[str, Any]:
+    """Return the PeftModels of a module by name."""
+    return {
+        name or "adapter": part
+        for name, part in module.named_modules()
+        if hasattr(part, "peft_config") and hasattr(part, "save_pretrained")
+    }
+
+
+def _check_base(name: str, model: Any) -> None:
+    """Raise if an adapter's start has changed the frozen weights."""
+    for config in model.peft_config.values():
+        start = getattr(config, "init_lora_weights", True)
+        if isinstance(start, str) and start.startswith(_OTHER_BASE):
+            raise ConfigurationError(
+                f"the adapters of {name!r} began with init_lora_weights={start!r}, which changes "
+                "the base: they fit no base that others have"
+            )
+
+
+def _entries_of_adapters(name: str, model: Any) -> set[str]:
+    """Return the names of the module's entries that ``save_pretrained`` writes."""
+    from peft import get_peft_model_state_dict
+
+    ours = {tensor.data_ptr(): entry for entry, tensor in model.state_dict(keep_vars=True).items()}
+    prefix = "" if name == "adapter" else f"{name}."
+    found = set()
+    for adapter in model.peft_config:
+        saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        found |= {f"{prefix}{ours[t.data_ptr()]}" for t in saved.values() if t.data_ptr() in ours}
+    return found
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ConfigurationError(
+            "safetensors is missing, which writes the files: pip install 'pflight[peft]'"
+        ) from None
+    save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
