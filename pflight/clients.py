@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from .adapters.pairs import check_adapters
 from .client_work import (
     MEMORY,
     PRIVATE,
@@ -181,6 +182,7 @@ class Clients(ClientWork):
         if adds or (needs_head and not has_plain_head(self.module)):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
         callback.freeze(self.module)
+        check_adapters(self.module)
         add_what_it_needs(self.client_method, self.module, self.seed)
         layout = StateLayout.of(self.module)
         layout = layout.with_private(callback.staying_names(self.module, layout))

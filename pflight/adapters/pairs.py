@@ -113,6 +113,28 @@ def plain_pairs(module: nn.Module, owner: str) -> list[Pair]:
     return pairs
 
 
+def scales_of(module: nn.Module) -> dict[str, float]:
+    """Return the scale of each low-rank pair, by a name for messages."""
+    return {f"the scale of {pair.a}": pair.scale for pair in find_pairs(module)}
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Raise if a module has adapters that can't learn.
+
+    Raises:
+        ConfigurationError: If adapters are merged, or if a frozen factor of a pair is 0.
+    """
+    tensors = state_tensors(module)
+    for pair in find_pairs(module):
+        for one, other in (pair.names, pair.names[::-1]):
+            still, learns = not tensors[one].requires_grad, tensors[other].requires_grad
+            if still and learns and not tensors[one].any():
+                raise ConfigurationError(
+                    f"{one!r} is 0 and frozen, so {other!r} would never learn: peft starts an "
+                    "embedding with A = 0 and all other layers with B = 0; freeze the other factor"
+                )
+
+
 def _factors(part: Any, adapter: str) -> tuple[Tensor | None, Tensor | None]:
     """Return A and B of an adapter in a layer; embeddings hold them as parameters."""
     for first, second in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):

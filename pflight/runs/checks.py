@@ -298,14 +298,16 @@ def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
     Args:
         record: The checkpoint's record; empty if the checkpoint is of another module.
-        here: The current federation's record: ``callback``, ``num_clients``, ``server_models`` and
-            ``layout``, a mapping from the names of the network's tensors to shape and dtype.
+        here: The current federation's record: ``callback``, ``num_clients``, ``server_models``,
+            ``layout``, a mapping from the names of the network's tensors to shape and dtype, and
+            ``scales`` of low-rank adapters.
     """
     if not record:
         raise ConfigurationError("the checkpoint is not that of a federation")
     for name in ("callback", "num_clients", "server_models"):
         _check_equal(name, record.get(name), here[name])
     saved, wanted = record["layout"], here["layout"]
+    saved, wanted = {**saved, **record.get("scales", {})}, {**wanted, **here["scales"]}
     for name in sorted(saved.keys() | wanted.keys()):
         _check_equal(name, saved.get(name, "missing"), wanted.get(name, "missing"))
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from pflight.adapters.pairs import scales_of
 from pflight.clients import Clients
 from pflight.engines.choice import Choice
 from pflight.errors import ConfigurationError
@@ -115,6 +116,7 @@ class RunRecord:
             "num_clients": clients.num_clients,
             "server_models": len(clients.server),
             "layout": clients.layout.describe(),
+            "scales": scales_of(clients.module),
         }
 
     @staticmethod

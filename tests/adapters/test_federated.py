@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("peft")
 
+import peft
+
 from pflight import Federation
 from pflight.adapters.pairs import find_pairs
 from pflight.adapters.product_mean import ProductMean
@@ -147,6 +149,54 @@ def test_the_option_is_part_of_name_and_record(tmp_path: Path) -> None:
 def test_what_has_no_product_is_refused(make: Any, module: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         trained(make(), module=module())
+
+
+def _merged() -> Regressor:
+    module = regressor()
+    module.network.merge_adapter()  # type: ignore[operator]
+    return module
+
+
+def test_merged_adapters_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="are merged into its weights"):
+        trained(FedAvg(), module=_merged())
+
+
+def test_a_frozen_factor_of_zeros_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"lora_B.* is 0 and frozen, so .* never learn"):
+        trained(FedAvg(modifiers=[Frozen("*lora_B*")]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: regressor(lora_alpha=3), r"the scale of .*lora_A.* is 2.0 in .* and 3.0 here"),
+        (lambda: regressor(r=2), r"lora_A.* is \(1, 2\) .* and \(2, 2\)"),
+        (lambda: _of_another_base(), "trained on other frozen weights: .*base_layer.* differs"),
+    ],
+)
+def test_other_adapters_or_another_base_are_refused(change: Any, said: str, tmp_path: Path) -> None:
+    federation = trained(FedAvg())
+    federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(ConfigurationError, match=said):
+        Federation.load_from_checkpoint(tmp_path / "run.ckpt", client=change(), callback=FedAvg())
+
+
+def _of_another_base() -> Regressor:
+    module = regressor()
+    module.state_dict()["network.base_model.model.lin.base_layer.weight"].add_(1)
+    return module
+
+
+def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
+    """A frozen base of 4 MB leaves no trace in the size."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 1000), torch.nn.Linear(1000, 1000))
+    network.append(torch.nn.Linear(1000, 3))
+    config = peft.LoraConfig(r=1, target_modules=["0", "2"])
+    federation = trained(FeSEM(2), module=Regressor(peft.get_peft_model(network, config)).double())
+    federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    adapters = sum(t.nbytes for n, t in federation.server_states()[0].items() if "lora_" in n)
+    assert (tmp_path / "run.ckpt").stat().st_size <= 1.1 * 2 * adapters + 64_000
 
 
 def test_methods_with_a_mean_of_their_own_have_no_such_option() -> None:
