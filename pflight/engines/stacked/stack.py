@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -451,12 +452,27 @@ def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
     return setup.forward_context()
 
 
-def _attention_on(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with attention as matrix products, which can be stacked.
+@contextmanager
+def _attention_on(device: torch.device) -> Iterator[None]:
+    """Let attention be stacked: as matrix products on a CPU, and with all masks.
 
-    On a CPU, PyTorch's usual kernel has no batching rule. It would run once for each client.
+    On a CPU, PyTorch's usual kernel has no batching rule. It would run once for each client. The
+    package ``transformers`` leaves a mask out if it hides nothing. A stack can't ask that, since
+    the answer may differ from client to client.
     """
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    masks = sys.modules.get("transformers.masking_utils")
+    usual = {name: getattr(masks, name) for name in _ASKING if hasattr(masks, name)}
+    try:
+        for name in usual:
+            setattr(masks, name, lambda *_, **__: False)
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+            yield
+    finally:
+        for name, function in usual.items():
+            setattr(masks, name, function)
+
+
+_ASKING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def _copy(stack: Tensor) -> Tensor:
