@@ -226,6 +226,27 @@ def test_resuming_is_exact(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_products_of_all_ranks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks has the clients of the first, with twice the weight."""
+    module = regressor()
+    sent = {name: module.state_dict()[name] for name in (A, B)}
+    states = TensorDict({name: torch.ones(2, *t.shape).double() for name, t in sent.items()}, [2])
+    states[B][1] = torch.tensor([[1.0], [-1.0], [0.0]])
+    one, alone = (ProductMean([sent], find_pairs(module)) for _ in range(2))
+    one.add(states[:1], torch.ones(1))
+    alone.add(states, torch.ones(2))
+
+    def of_two(own: Any) -> list[Any]:
+        pair, (_, right) = next(iter(own[0].items()))
+        return [own, [{pair: (pair.scale * states[B][1], right)}]]
+
+    monkeypatch.setattr("pflight.adapters.product_mean.gather", of_two)
+    monkeypatch.setattr("pflight.states.state.all_sum", lambda total: total.mul_(2))
+    one.all_reduce()
+    found, expected = one.compute()[0], alone.compute()[0]
+    torch.testing.assert_close(found[B] @ found[A], expected[B] @ expected[A])
+
+
 def test_many_clients_are_compressed_without_loss() -> None:
     module = regressor()
     pairs = find_pairs(module)
