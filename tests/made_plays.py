@@ -63,13 +63,13 @@ The sun!
 Ben.
 Good morrow, all.
 """
-_WORDS = ["the", "sweet", "night", "doth", "come", "when", "I", "and", "my", "lord's", "rose"]
+WORDS = ["the", "sweet", "night", "doth", "come", "when", "I", "and", "my", "lord's", "rose"]
 
 
 def words(seed: int, count: int) -> str:
     """Return some lines of words."""
     draw = random.Random(seed)
-    lines = [" ".join(draw.choices(_WORDS, k=6)).capitalize() for _ in range(count // 6 + 1)]
+    lines = [" ".join(draw.choices(WORDS, k=6)).capitalize() for _ in range(count // 6 + 1)]
     return "\n".join(lines)
 
 
