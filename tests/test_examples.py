@@ -48,7 +48,7 @@ def tiny_bert(folder: Path) -> str:
     config = transformers.BertConfig(
         vocab_size=len(words),
         hidden_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=3,
         num_attention_heads=2,
         intermediate_size=16,
     )
@@ -56,13 +56,14 @@ def tiny_bert(folder: Path) -> str:
     return str(folder)
 
 
-def test_who_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     model, root = tiny_bert(tmp_path / "model"), write_plays(tmp_path, roles=4, length=160)
-    small = ["--model", model, "--root", root, "--plays", "2", "--passages", "4", "--rounds", "1"]
-    found = example("who_speaks").main(small)
+    small = ["--model", model, "--root", root, "--passages", "4", "--rounds", "1"]
+    small += ["--plays", "play0", "play1", "play2"]
+    found = example("two_plays").main(small)
     assert all(0 <= accuracy <= 1 for accuracy in found.values())
     said = capsys.readouterr().out
-    factors, head = 4 * 2 * 8 * 16, 4 * (16 + 1) * 4  # of query and value, at rank 8
+    factors, head = 4 * 4 * 8 * 16, 4 * (16 + 1) * 2  # A, or B, of two layers at rank 8
     assert f"{(2 * factors + head) / 1000:.1f} kB up a participation" in said
     assert f"{factors / 1000:.1f} kB up a participation" in said
