@@ -27,6 +27,7 @@ from .sources.fashion_mnist import FashionMNIST
 from .sources.images import ImageDataModule, LabelledImages
 from .sources.leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
 from .sources.omniglot import Omniglot
+from .sources.shakespeare import Shakespeare
 from .sources.synthetic import ClusteredSynthetic, Synthetic
 from .tensors import TensorClients
 
@@ -68,6 +69,7 @@ __all__ = [
     "Partition",
     "PartitionedDataModule",
     "Samples",
+    "Shakespeare",
     "Split",
     "Synthetic",
     "TensorClients",

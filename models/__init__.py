@@ -4,6 +4,7 @@ from pflight.task import Batch, Task
 
 from .classifier import Classifier
 from .elastic import ElasticClient
+from .language_model import LanguageModel
 from .networks.convolutional import (
     FEMNISTCNN,
     CelebACNN,
@@ -15,6 +16,7 @@ from .networks.convolutional import (
 )
 from .networks.dense import MLP, LogisticRegression
 from .networks.resnet import ResNet18
+from .networks.text import CausalTransformer, LoRA
 from .proximal import ProximalClient
 from .regressor import Regressor
 
@@ -25,6 +27,7 @@ __all__ = [
     "FEMNISTCNN",
     "MLP",
     "Batch",
+    "CausalTransformer",
     "CelebACNN",
     "Classifier",
     "ClientModule",
@@ -32,6 +35,8 @@ __all__ = [
     "FedBNCNN",
     "FedFomoCNN",
     "FedRepCNN",
+    "LanguageModel",
+    "LoRA",
     "LogisticRegression",
     "McMahanCNN",
     "PFedHNCNN",

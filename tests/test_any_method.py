@@ -29,8 +29,10 @@ WITH_CLASSES = {
     for method in shipped()
     if method.needs == "a head and classes"
 }
-NEED_CLASSES = {  # and what is said before the start
+NEED_CLASSES = {  # or adapters, and what is said before the start
     "fedec": "constraint 'kl' compares logits",
+    "fedsa_lora": r"Private: '\*lora_B\*' matches none of",
+    "ffa_lora": r"Frozen: '\*lora_A\*' matches none of",
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
 } | {
     entry.name: "the algorithm needs classes, and Diabetes has no num_classes"

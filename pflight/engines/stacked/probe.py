@@ -511,7 +511,8 @@ def _averages_samples(client_method: ClientMethod) -> bool:
 def has_sample_losses(module: nn.Module) -> bool:
     """Return whether a module's ``loss`` is the mean of its losses of single samples.
 
-    A class that defines another ``loss`` has to define its samples' losses again.
+    A class that defines another ``loss`` has to define its samples' losses again. The mean is
+    weighted if the module has a method ``sample_weights``.
     """
     kinds = type(module).__mro__
     defines = {

@@ -424,8 +424,17 @@ class StackedClient(ClientModel):
             step = self._weighted_step if weighted else _step
             return self.stacked.call(partial(step, batch=batch), tensors)
         if weighted:
-            return self.mean(self.stacked.call(methodcaller("sample_losses", batch), tensors))
+            losses = self.stacked.call(methodcaller("sample_losses", batch), tensors)
+            return self._mean_loss(losses, batch)
         return self.stacked.call(methodcaller("loss", batch), tensors)
+
+    def _mean_loss(self, losses: Tensor, batch: Any) -> Tensor:
+        """Return the mean of the losses ``[n]`` of a batch's real samples."""
+        module: Any = self.module
+        if self.sample_weights is None or not hasattr(module, "sample_weights"):
+            return self.mean(losses)
+        weights = module.sample_weights(batch) * self.sample_weights.to(losses.dtype)
+        return (losses * weights).sum() / weights.sum()
 
     def _weighted_step(self, module: Any, batch: Any) -> Tensor:
         """Return the loss of the module's training step, with a weighted mean as ``loss``.
@@ -436,7 +445,8 @@ class StackedClient(ClientModel):
         unread = Refused("its training_step does more with a batch than hand it to loss()")
 
         def loss(given: Any) -> Tensor:
-            return self.mean(module.sample_losses(batch if given is unread else given))
+            given = batch if given is unread else given
+            return self._mean_loss(module.sample_losses(given), given)
 
         vars(module)["loss"] = loss
         try:
