@@ -46,6 +46,7 @@ from .methods.reptile import Reptile
 from .methods.scaffold import SCAFFOLD
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
+from .monitors.client_means import ClientMeans
 from .monitors.client_table import ClientTable
 from .monitors.pictures.clusters import ClusterPlot
 from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
@@ -71,6 +72,7 @@ __all__ = [
     "SCAFFOLD",
     "AggregationWeights",
     "Centralized",
+    "ClientMeans",
     "ClientTable",
     "ClusterExamples",
     "ClusterPlot",

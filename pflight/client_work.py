@@ -83,6 +83,7 @@ class TrainingOptions:
         epochs: Epochs of local training in a round.
         steps: Batches in place of epochs, or ``None``.
         finetune_epochs: Epochs of fine-tuning before a client is judged.
+        newcomer_epochs: The same for newcomers, or ``None`` if it is the same number.
         on_client_error: What becomes of a client that fails.
         seed: Keys all randomness.
         lr_decay: What the step sizes are multiplied by in each round after the first.
@@ -91,6 +92,7 @@ class TrainingOptions:
     epochs: int = 1
     steps: int | None = None
     finetune_epochs: int = 0
+    newcomer_epochs: int | None = None
     on_client_error: Literal["skip", "raise"] = "skip"
     seed: int = 0
     lr_decay: float = 1.0

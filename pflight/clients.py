@@ -117,8 +117,12 @@ class Clients(ClientWork):
 
     @property
     def newcomers(self) -> Tensor:
-        """Ids of the clients that never train."""
-        return self.attached_data.new_clients
+        """Ids of the clients that never train; without data, of those that have not trained."""
+        if self.data is not None:
+            return self.data.new_clients
+        trained = {client for entry in self.history for client in entry.clients}
+        new = [i for i in range(self.num_clients) if i not in trained]
+        return torch.tensor(new, dtype=torch.long)
 
     @property
     def cohorts(self) -> CohortSampler:
@@ -372,6 +376,18 @@ class Clients(ClientWork):
                 "entries of the states"
             )
         return made
+
+    def by_tuning(self, clients: Tensor) -> list[tuple[Tensor, int]]:
+        """Group the clients ``[C]`` by how many epochs they are fine-tuned before they are judged.
+
+        Newcomers are a group of their own, if the option ``newcomer_epochs`` says so.
+        """
+        epochs, own = self.training.finetune_epochs, self.training.newcomer_epochs
+        if own is None or own == epochs:
+            return [(clients, epochs)]
+        new = torch.isin(clients, self.newcomers.to(clients))
+        groups = (clients[~new], epochs), (clients[new], own)
+        return [(group, count) for group, count in groups if len(group)] or [(clients, epochs)]
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,12 +68,14 @@ class Evaluator:
         ids = owned(ids)
         if not len(ids):
             return
-        with self.clients.noting(self.failures):
-            outputs = self._outputs(ids)
-        for model, evaluation in outputs.items():
-            self._add(model, evaluation)
+        for group, epochs in self.clients.by_tuning(ids):
+            with self.clients.noting(self.failures):
+                outputs = self._outputs(group, epochs)
+            for model, evaluation in outputs.items():
+                self._add(model, evaluation)
 
-    def _outputs(self, ids: Tensor) -> dict[WhichModel, Evaluation | ClientValues]:
+    def _outputs(self, ids: Tensor, epochs: int) -> dict[WhichModel, Evaluation | ClientValues]:
+        """Return what the models of the clients ``[C]`` give, some after fine-tuning."""
         clients, callback = self.clients, self.callback
         parts = [
             self._evaluate(group, self._as_sent(group, sent))
@@ -81,12 +84,12 @@ class Evaluator:
         server = _joined(parts)
         outputs: dict[WhichModel, Evaluation | ClientValues] = {"server/": server, "": server}
         models: ClientModels | None = None
-        if callback.personalizes or clients.training.finetune_epochs:
-            models = ClientModels.of(clients, callback, ids)
+        if callback.personalizes or epochs:
+            models = ClientModels.of(clients, callback, ids, epochs)
             outputs[""] = self._evaluate(ids, models.used)
-            if models.finetuned is models.used:
-                outputs["finetuned/"] = outputs[""]
-            elif models.finetuned is not None:
+        if clients.training.finetune_epochs:
+            outputs["finetuned/"] = outputs[""]
+            if models is not None and models.finetuned is not models.used:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
         for name in clients.outer_method.further_models:
             sent = callback.broadcast(ids)
@@ -247,16 +250,19 @@ class ClientModels(NamedTuple):
 
     used: TensorDict
     """Each client's own model ``[C]``."""
-    finetuned: TensorDict | None
-    """With ``finetune_epochs``, the fine-tuned models ``[C]``. They are also :attr:`used`, unless
+    finetuned: TensorDict
+    """The models ``[C]`` after fine-tuning, if there is any. They are also :attr:`used`, unless
     clients are judged by their memory."""
 
     @classmethod
-    def of(cls, clients: Clients, callback: ServerCallback, ids: Tensor) -> ClientModels:
-        """Return the models of the clients ``[C]``."""
-        epochs, outer = clients.training.finetune_epochs, clients.outer_method
+    def of(
+        cls, clients: Clients, callback: ServerCallback, ids: Tensor, epochs: int
+    ) -> ClientModels:
+        """Return the models of the clients ``[C]``, fine-tuned for some epochs."""
         if not epochs:
-            return cls(callback.personalize(ids), None)
+            used = callback.personalize(ids)
+            return cls(used, used)
+        outer = clients.outer_method
         rules = outer.models()
         if callback.judges_otherwise or "" in rules or outer.judging_memory is None:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
@@ -274,17 +280,21 @@ def model_of(
     """Return a client's judged model; without fine-tuning if the client fails in it."""
     failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
     with server_work(device, clients.seed, clients.rounds), clients.noting(failures):
-        used = ClientModels.of(clients, callback, torch.tensor([client], device=device)).used
+        ((ids, epochs),) = clients.by_tuning(torch.tensor([client], device=device))
+        used = ClientModels.of(clients, callback, ids, epochs).used
         return {name: value[0] for name, value in entries(used)}
 
 
 def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:
     """Return the predictions of the clients' models ``[C]`` on their test samples."""
     clients.attached_engine.setup.round_index = clients.last_round
-    states = ClientModels.of(clients, callback, ids).used
-    predictions, failures = clients.attached_engine.predict(ids, states, "test")
-    clients.note_sound(len(ids) - len(failures))
-    clients.note_failures(failures, "to predict")
-    if isinstance(predictions, Evaluation):
-        return Evaluation(*(values.cpu() for values in predictions))
-    return predictions
+    parts: list[Any] = []
+    for group, epochs in clients.by_tuning(ids):
+        states = ClientModels.of(clients, callback, group, epochs).used
+        predictions, failures = clients.attached_engine.predict(group, states, "test")
+        clients.note_sound(len(group) - len(failures))
+        clients.note_failures(failures, "to predict")
+        parts.append(predictions)
+    if isinstance(parts[0], Evaluation):
+        return Evaluation(*(values.cpu() for values in _joined(parts)))
+    return list(chain.from_iterable(parts))

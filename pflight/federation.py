@@ -53,6 +53,7 @@ class Federation(L.LightningModule):
         local_steps: Batches of local training in a round, instead of ``local_epochs``.
         finetune_epochs: If positive, clients are judged by fine-tuned copies of their models. The
             copies train for so many epochs on the client's training data, with the task loss alone.
+        newcomer_epochs: The same for newcomers, which never train otherwise. ``None``: as for all.
         server_optimizer: Builds the server optimizer; by default the callback's own.
         server_scheduler: Builds a scheduler of the server's step size, stepped once a round. A
             ``ReduceLROnPlateau`` watches its ``monitor``, by default ``val/macro_acc``.
@@ -99,6 +100,7 @@ class Federation(L.LightningModule):
         local_epochs: int = 1,
         local_steps: int | None = None,
         finetune_epochs: int = 0,
+        newcomer_epochs: int | None = None,
         server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         server_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         engine: EngineName = "auto",
@@ -117,7 +119,8 @@ class Federation(L.LightningModule):
         super().__init__()
         counts = {"local_steps": local_steps, "clients_at_once": clients_at_once}
         check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
-        check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
+        tuning = {"finetune_epochs": finetune_epochs, "newcomer_epochs": newcomer_epochs}
+        check_range(self, "[0, inf)", **tuning, seed=seed)
         check_range(self, "(0, inf)", client_timeout=client_timeout)
         check_range(self, "(0, 1]", client_lr_decay=client_lr_decay)
         ignored = ["client", "server_optimizer", "server_scheduler"]
@@ -131,15 +134,11 @@ class Federation(L.LightningModule):
         self.layout = StateLayout.of(self.client)
         self.server = ServerModels(self.layout, server_optimizer, save_frozen)
         self.callback: ServerCallback | None = None
-        how = local_epochs, local_steps, finetune_epochs
-        self.clients = Clients(
-            self.client,
-            self.layout,
-            client_method_of(client) or ClientMethod(),
-            self.server,
-            ClientMemory() if client_memory == "ram" else MappedMemory(),
-            TrainingOptions(*how, on_client_error, seed, client_lr_decay),
-        )
+        method = client_method_of(client) or ClientMethod()
+        memory = ClientMemory() if client_memory == "ram" else MappedMemory()
+        how = local_epochs, local_steps, finetune_epochs, newcomer_epochs
+        training = TrainingOptions(*how, on_client_error, seed, client_lr_decay)
+        self.clients = Clients(self.client, self.layout, method, self.server, memory, training)
         self.record = RunRecord(self.clients, allow_other_data)
         self.evaluators: dict[str, Evaluator] = {}
         self._predict_failures = self.clients.failures_of(0, "it is left out")

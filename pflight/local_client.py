@@ -99,6 +99,15 @@ class LocalClient(Protocol):
     def shared(self) -> LocalClient | None:
         """For a personal copy, the client whose model it stands beside."""
 
+    def note(self, name: str, value: Tensor, counts: Tensor) -> None:
+        """Note a scalar of this step. The round logs the mean over all steps of its clients.
+
+        Args:
+            name: The tag, one of the ``notes`` of the client method or term.
+            value: The scalar; its gradient is not used.
+            counts: 1, or 0 if this step does not count, such as :attr:`seen`.
+        """
+
     def task_loss(self, batch: Any) -> Tensor:
         """Return the scalar loss of the client's own module on a batch."""
 

@@ -78,6 +78,7 @@ class ClientMethod:
         own_of: Which weights :meth:`state` gets: of the parameters that are ``"shared"`` with the
             server, or ``"all"``.
         terms: What modifiers add to the loss; see :meth:`with_terms`.
+        notes: Tags of the scalars that it notes in a step, with :meth:`LocalClient.note`.
         one_pass: Whether :meth:`loss` makes one pass of a batch through the module, whose logits a
             term may look at.
         per_sample: Names of own and extra entries that grow with a client's number of samples.
@@ -99,6 +100,7 @@ class ClientMethod:
     fedavg_name: str | None = None
     terms: tuple[Term, ...] = ()
     one_pass: bool = True
+    notes: tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
         """Raise if a subclass defines a method of an earlier version, which nothing would call."""
@@ -252,6 +254,12 @@ class ClientMethod:
             if term.remembers:
                 kept |= {f"{term_prefix(term)}{name}": value for name, value in c.state().items()}
         return kept
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The :attr:`notes` of this method, of its personal copy, and of the terms of modifiers."""
+        personal = () if self.personal is None else self.personal.all_notes
+        return (*self.notes, *personal, *(name for term in self.terms for name in term.notes))
 
     @property
     def remembers(self) -> bool:

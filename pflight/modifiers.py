@@ -35,6 +35,8 @@ _NORMS = (
 )
 
 
+CONSTRAINT = "fedec/constraint"
+"""The tag of the mean of FedEC's constraint."""
 _SHOWN = 60  # letters of what was given instead, in messages
 
 
@@ -253,12 +255,15 @@ class Term(Modifier):
         remembers: Whether clients keep the model that they have after training, for
             ``c.memory_of(self)`` in their next participation.
         judges: Whether clients are judged by this model, unless the method has its own rule.
+        notes: Tags of the scalars that it notes in a step, with
+            :meth:`~pflight.local_client.LocalClient.note`.
     """
 
     kind = "term"
     averages_samples: ClassVar[bool] = True
     remembers: ClassVar[bool] = False
     judges: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def needs_mean_samples(self) -> bool:
@@ -353,6 +358,7 @@ class Elastic(Term):
 
     remembers = True
     judges = True
+    notes = (CONSTRAINT,)
 
     def __init__(
         self, alpha: NonNegativeFloat = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
@@ -382,7 +388,7 @@ class Elastic(Term):
             return None
         if self.constraint == "l2":
             return to_history(c, history, self.alpha)
-        return self.alpha * c.seen * c.mean(divergences(c.logits, c.logits_with(history)))
+        return to_predictions(c, c.logits, history, self.alpha)
 
 
 def check_classes(constraint: str | None, module: LightningModule) -> None:
@@ -402,14 +408,22 @@ def check_classes(constraint: str | None, module: LightningModule) -> None:
 def to_history(c: LocalClient | Passed, history: Mapping[str, Tensor], alpha: float) -> Tensor:
     """Return half of the squared distance of the parameters that travel to a history, weighted."""
     names = c.weights if c.anchor is None else c.anchor
-    return alpha / 2 * c.seen * squared_distance(c.weights, {n: history[n] for n in names})
+    value = alpha / 2 * c.seen * squared_distance(c.weights, {n: history[n] for n in names})
+    c.note(CONSTRAINT, value, c.seen)
+    return value
 
 
-def divergences(logits: Tensor, before: Tensor) -> Tensor:
-    """Return the parts ``[n, K]`` of the divergence of predictions from earlier ones."""
-    return F.kl_div(
+def to_predictions(
+    c: LocalClient | Passed, logits: Tensor, history: Mapping[str, Tensor], alpha: float
+) -> Tensor:
+    """Return the divergence of predictions from those of a history, a mean, weighted."""
+    before = c.logits_with(history)
+    parts = F.kl_div(
         logits.log_softmax(dim=1), before.log_softmax(dim=1), log_target=True, reduction="none"
     )
+    value = alpha * c.seen * c.mean(parts)
+    c.note(CONSTRAINT, value, c.seen)
+    return value
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:

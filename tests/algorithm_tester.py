@@ -7,7 +7,8 @@ import importlib
 import os
 import pickle
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedFomo, FeSEM, Reptile, ServerCallback, methods
+from pflight.callbacks import Centralized, FedAvg, FedFomo, FeSEM, Reptile, ServerCallback, methods
 from pflight.callbacks.methods.registry import Method
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
@@ -219,6 +220,29 @@ class AlgorithmTester:
         assert [entry.metrics["clients/sampled"] for entry in federation.history][1:] == [3, 3]
         predictions = quiet_trainer().predict(federation, datamodule=data)
         assert sum(len(chunk.targets) for chunk in predictions) == 6 * 6
+        self.newcomers_train_alone(federation, values)
+
+    def newcomers_train_alone(self, federation: Federation, before: Mapping[str, float]) -> None:
+        """Members are judged as before if newcomers train, and nobody keeps what they learn."""
+        data, clients = federation.clients.attached_data, federation.clients
+        if isinstance(federation.callback, Centralized):  # it refuses
+            return
+        new, memory = data.new_clients.tolist(), clients.memory.state_dict()
+        states = [federation.client_state(i) for i in range(6)]
+        clients.training = replace(clients.training, newcomer_epochs=2)
+        (values,) = federation.trainer.test(federation, datamodule=data, verbose=False)
+        draws = isinstance(federation.callback, FedFomo)  # what it sends, for a group of clients
+        for tag in values.keys() - {"test/bytes_down", "test/bytes_up"}:
+            sent = "server/" in tag
+            if sent and draws:
+                continue
+            if sent or not tag.startswith("test/new/"):
+                assert values[tag] == pytest.approx(before[tag], nan_ok=True), tag
+        assert values["test/new/loss"] != before["test/new/loss"]
+        for i, state in enumerate(states):
+            same = all(torch.equal(state[n], t) for n, t in federation.client_state(i).items())
+            assert same == (i not in new)
+        assert str(clients.memory.state_dict()) == str(memory)
 
     def test_newcomers_do_not_change_the_others(self, algorithm: Algorithm) -> None:
         """A client's model does not depend on who else is asked."""

@@ -62,7 +62,8 @@ def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) 
         make(failing_at_the_end(algorithm.client)),
         "disk" if name == ON_DISK else "ram",
     )
-    federation = Federation(client, local_epochs=2, finetune_epochs=1, client_memory=memory)
+    tuning = {"finetune_epochs": 1, "newcomer_epochs": 2}
+    federation = Federation(client, local_epochs=2, client_memory=memory, **tuning)
     saver = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1, every_n_epochs=SAVED)
     trainer = quiet_trainer(ROUNDS, algorithm.callback(), saver, default_root_dir=folder, **options)
     with warnings.catch_warnings():

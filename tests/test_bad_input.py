@@ -180,6 +180,7 @@ def test_another_number_of_classes_than_the_data() -> None:
         ({"local_epochs": 0}, "local_epochs must be at least 1"),
         ({"local_steps": 0}, "local_steps must be at least 1"),
         ({"finetune_epochs": -1}, "finetune_epochs"),
+        ({"newcomer_epochs": -1}, "newcomer_epochs"),
         ({"engine": "warp"}, "'warp'"),
         ({"on_client_error": "ignore"}, "'ignore'"),
         ({"seed": -1}, "seed"),

@@ -871,7 +871,8 @@ class TestConfigs:
         config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
         main(["fit", *config])
         scalars = read_events("runs/centralized").scalars
-        assert {"train/loss", "val/acc", "val/loss"} <= set(scalars)
+        assert {"train/loss", "val/acc", "val/loss", "val/micro_f1", "val/macro_f1"} <= set(scalars)
+        assert scalars["val/micro_acc"] == pytest.approx(scalars["val/acc"])  # of all samples
         main(["fit", *config, "--ckpt_path=last", "--trainer.max_epochs=3"])
         steps = read_events("runs/centralized").scalars["val/acc"]
         assert steps[:2] == scalars["val/acc"]

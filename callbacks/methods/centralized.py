@@ -126,11 +126,12 @@ class Centralized(FedAvg):
 
     def setup_server(self) -> None:
         """Make the model."""
-        if self.clients.training.finetune_epochs:
-            raise ConfigurationError(
-                "Centralized: clients have no training samples of their own, so finetune_epochs "
-                "must be 0"
-            )
+        for name in ("finetune_epochs", "newcomer_epochs"):
+            if getattr(self.clients.training, name):
+                raise ConfigurationError(
+                    f"Centralized: clients have no training samples of their own, so {name} must "
+                    "be 0"
+                )
         super().setup_server()
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:

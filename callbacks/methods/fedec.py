@@ -17,7 +17,8 @@ class FedEC(Reptile):
 
     The server is Reptile's (eq. 8). Each client is constrained to stay near the model that it had
     after its last participation, as in :class:`~pflight.models.client_methods.Elastic`, and is
-    judged by that model.
+    judged by that model. Each round logs the mean of the constraint over the clients' steps, with
+    its weight, as ``fedec/constraint``; clients without a history don't count.
 
     Args:
         alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or the value of the

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pflight.local_client import LocalClient
 from pflight.method import ClientMethod
-from pflight.modifiers import check_classes, divergences, to_history
+from pflight.modifiers import CONSTRAINT, check_classes, to_history, to_predictions
 from pflight.options import NonNegativeFloat, checked
 
 
@@ -42,6 +42,7 @@ class Elastic(ClientMethod):
 
     keeps_memory = True
     judged_by_memory = True
+    notes = (CONSTRAINT,)
 
     def __init__(
         self, alpha: NonNegativeFloat = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
@@ -64,8 +65,7 @@ class Elastic(ClientMethod):
         if self.constraint != "kl" or c.memory is None or not self.alpha:
             return super().loss(c, batch)
         loss, logits = c.task_loss_and_logits(batch)
-        parts = divergences(logits, c.logits_with(c.memory))
-        return loss + self.alpha * c.seen * c.mean(parts)
+        return loss + to_predictions(c, logits, c.memory, self.alpha)
 
     @property
     def only_adds(self) -> bool:

@@ -37,9 +37,16 @@ def agreement_on(
         callback: The server callback.
         data: The data of the run. Only its options of local training count.
         config: Options of the model, by name, as text.
+
+    Raises:
+        ConfigurationError: If newcomers have an option, since a deployment holds no client out.
     """
     training = asdict(federation.clients.training)
     training.pop("on_client_error")
+    if training["newcomer_epochs"] is not None:
+        raise ConfigurationError(
+            "model.newcomer_epochs: a deployment holds no client out of training: leave it out"
+        )
     form = federation.layout.describe()
     parts: dict[str, Any] = {
         "algorithm": type(callback).__name__,

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from pflight.history import Logs
 from pflight.local_client import Pass
 from pflight.method import Phase
 from pflight.states.state import StateLayout, entries, rows
@@ -28,6 +29,16 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def means_of(noted: Mapping[str, Tensor]) -> Logs:
+    """Return notes as logged values, without those of which no step counts.
+
+    Args:
+        noted: By tag, the sum over steps and the number of steps that count ``[2]``.
+    """
+    found = {name: value.tolist() for name, value in noted.items()}
+    return {name: (total, int(count)) for name, (total, count) in found.items() if count}
 
 
 def are_one(columns: Iterable[Tensor]) -> bool:

@@ -96,8 +96,9 @@ def test_each_part_is_augmented_as_its_owner_sees_it() -> None:
 
 
 def test_what_can_not_be_pooled_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Centralized: .* finetune_epochs must be 0"):
-        run(linear_client(), small_data(), Centralized(), finetune_epochs=1)
+    for name in ("finetune_epochs", "newcomer_epochs"):
+        with pytest.raises(ConfigurationError, match=rf"Centralized: .* {name} must be 0"):
+            run(linear_client(), small_data(), Centralized(), **{name: 1})
 
     def elsewhere(client: int, split: str) -> None:
         raise ConfigurationError(f"the samples of client {client} are on another machine")

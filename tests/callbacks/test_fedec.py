@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight import Federation
-from pflight.callbacks import FedAvg, FedEC, Reptile
+from pflight import Federation, modifiers
+from pflight.callbacks import FedAvg, FedEC, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ElasticClient
@@ -353,3 +353,56 @@ def test_a_module_with_two_names_is_one(engine: Any) -> None:
     ]
     twice, once = (fit.server_states()[0] for fit in fits)
     assert_same({name: twice[name] for name in once}, once)
+
+
+@pytest.mark.parametrize("constraint", ["kl", "l2"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_the_mean_constraint_is_logged(constraint: str, engine: str) -> None:
+    """With a step a round, it is that of the sent model and the client's last one."""
+    data = small_data(batch_size=None, dtype=torch.float64)
+
+    def fit(rounds: int, callback: ServerCallback, **options: Any) -> Federation:
+        client = linear_client(double=True)
+        return run(client, data, callback, rounds, engine=engine, local_steps=1, **options)
+
+    def fedec() -> FedEC:
+        return FedEC(alpha=3.0, constraint=constraint)
+
+    before, after = fit(1, fedec()), fit(2, fedec())
+    phi, terms = before.server_states()[0], []
+    for i in range(6):
+        last, x = before.client_state(i), data.samples(i, "train")[0]
+        if constraint == "l2":
+            distance = sum((phi[name] - last[name]).square().sum() for name in phi)
+            terms.append(3.0 / 2 * float(distance))
+            continue
+        log_p, log_q = (
+            F.linear(x, s["network.weight"], s["network.bias"]).log_softmax(1) for s in (last, phi)
+        )
+        terms.append(3.0 * float((log_p.exp() * (log_p - log_q)).sum(1).mean()))
+    first, second = (entry.metrics for entry in after.history)
+    assert "fedec/constraint" not in first  # nobody has a history
+    assert second["fedec/constraint"] == pytest.approx(np.mean(terms))
+    combined = fit(2, Reptile(modifiers=[modifiers.Elastic(3.0, constraint)]))
+    assert combined.history[1].metrics["fedec/constraint"] == pytest.approx(np.mean(terms))
+    none = fit(2, FedEC(alpha=3.0, constraint=None))
+    assert "fedec/constraint" not in none.history[1].metrics
+    for left, right in zip(none.history, after.history, strict=True):
+        assert (left.bytes_down, left.bytes_up) == (right.bytes_down, right.bytes_up)
+
+
+def test_engines_log_the_same_constraint() -> None:
+    """Batches are filled up, some clients have no history, and some take more steps."""
+    data = small_data(dtype=torch.float64, cohort_size=3)
+    logged = [
+        [
+            entry.metrics.get("fedec/constraint")
+            for entry in run(
+                linear_client(double=True), data, FedEC(), 5, engine=engine, local_epochs=2
+            ).history
+        ]
+        for engine in ("sequential", "vectorized")
+    ]
+    assert logged[0][0] is None
+    assert all(value > 0 for value in logged[0][3:])
+    assert logged[0] == pytest.approx(logged[1])

@@ -184,6 +184,7 @@ class AloneClient(ClientModel):
         has_loss: Whether a training step has given a loss.
         skipped: Whether the last training step returned no loss.
         num_skipped: Number of steps without a loss in this training.
+        noted: For each of the client method's notes, its sum and the number of steps ``[2]``.
     """
 
     def __init__(
@@ -212,10 +213,18 @@ class AloneClient(ClientModel):
         self.set_anchor(received)
         self.has_loss = self.skipped = False
         self.num_skipped = 0
+        self.noted = {
+            name: torch.zeros(2, dtype=torch.double, device=self.seen.device)
+            for name in client_method.all_notes
+        }
         self._own_step: Callable[[], Tensor] | None = None
         self.trainer.penalty = self._penalty
 
     # For client methods
+
+    def note(self, name: str, value: Tensor, counts: Tensor) -> None:
+        """See :class:`~pflight.local_client.LocalClient`."""
+        self.noted[name] += torch.stack([value.detach() * counts, counts])
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.local_client.LocalClient`."""

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
 from pflight.data.loaders import Visit
-from pflight.engines.base import paced, resting
+from pflight.engines.base import means_of, paced, resting
 from pflight.history import Logs, add_logs
 from pflight.method import ClientMethod, Phase
 from pflight.states.head import step_extra
@@ -282,6 +282,7 @@ class ClientTraining:
         merged: Logs = {}
         for client in reversed(self.models.clients):
             merged.update(client.trainer.logs)
+            merged.update(means_of(client.noted))
         return merged
 
     def _check_gradients(self) -> None:

@@ -210,13 +210,13 @@ class Stack:
 
     def _loss(
         self, parameters: Columns, others: Columns, batch: Any, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, tuple[Tensor, Columns]]:
         return self.losses({**parameters, **others}, batch, weights)
 
     def losses(
         self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a client's objective, and the loss that its training step would log.
+    ) -> tuple[Tensor, tuple[Tensor, Columns]]:
+        """Return a client's objective, the loss that its training step would log, and its notes.
 
         The objective has the loss of the client's personal model.
         """
@@ -236,7 +236,8 @@ class Stack:
         if trains_as_a_task(self.module):  # a task logs the client method's loss
             own = losses
         self._logs[self.mode] = bool(own)
-        return loss, own[-1].detach() if own else torch.zeros_like(loss)
+        noted = {name: value for model in models for name, value in model.noted.items()}
+        return loss, (own[-1].detach() if own else torch.zeros_like(loss), noted)
 
     def _client(
         self, tensors: Mapping[str, Tensor], weights: Tensor | None = None
@@ -265,10 +266,11 @@ class Stack:
         others: Columns,
         batch: Any,
         weights: Tensor | None = None,
-    ) -> tuple[Columns, Tensor, Tensor]:
+    ) -> tuple[Columns, Tensor, Tensor, Columns]:
         """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
 
-        The third result are the losses that the clients' own training steps would log.
+        The third result are the losses that the clients' own training steps would log. The fourth
+        are their notes by name: the value, and whether it counts ``[C, 2]``.
 
         Args:
             parameters: Stacked parameters.
@@ -289,11 +291,11 @@ class Stack:
             self._calls[key] += 1
             records = len(self._records)
             if self._calls[key] < _OFTEN * (records + 1) or records == _RECORDS:
-                gradients, losses = self._gradients(*arguments)
-                return gradients, *losses
+                gradients, (loss, aside) = self._gradients(*arguments)
+                return gradients, loss, *aside
             self._records[key] = self._record(*arguments)
-        gradients, losses = self._records[key](*arguments)
-        return gradients, *losses
+        gradients, (loss, aside) = self._records[key](*arguments)
+        return gradients, loss, *aside
 
     def _record(self, parameters: Columns, others: Columns, *batch: Any) -> Callable[..., Any]:
         """Return the recorded operations of :meth:`gradients`; if this fails, the function."""
@@ -353,6 +355,7 @@ class StackedClient(ClientModel):
 
     Attributes:
         own_loss: The result of :meth:`task_loss` without gradients, or ``None``.
+        noted: The notes of this step, each with whether it counts ``[2]``.
         real: Mask ``[batch]`` of the samples that don't just fill up the batch; ``None`` for all.
     """
 
@@ -382,7 +385,12 @@ class StackedClient(ClientModel):
         self.received = Part(tensors, ANCHOR, stacked.live) if mode.anchored else None
         self.remembered = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
         self.own_loss: Tensor | None = None
+        self.noted: dict[str, Tensor] = {}
         self.real = None if sample_weights is None else sample_weights > 0
+
+    def note(self, name: str, value: Tensor, counts: Tensor) -> None:
+        """See :class:`~pflight.local_client.LocalClient`."""
+        self.noted[name] = torch.stack([value.detach() * counts, counts])
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.local_client.LocalClient`."""

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.engines.base import means_of
 from pflight.engines.client_setup import ClientSetup
 from pflight.history import Logs, merge_logs
 from pflight.method import PERSONAL, Phase
@@ -59,6 +60,7 @@ class Chunk:
         inputs: Anchor, memory and scalars ``[C, ...]``, by name.
         kept: The new memory ``[C, ...]``, to be filled in.
         losses: Sums over samples of the logged losses ``[C]``; steps add to them.
+        noted: Sums of the client method's notes, and of their steps ``[C, 2]``, by name; likewise.
     """
 
     clients: list[int]
@@ -68,6 +70,7 @@ class Chunk:
     inputs: Columns
     kept: Columns
     losses: Tensor
+    noted: Columns
 
     def __getitem__(self, rows: slice) -> Chunk:
         def some(part: Any) -> Any:
@@ -166,6 +169,10 @@ class StackedCohort:
             inputs=inputs,
             kept={name: torch.empty_like(value) for name, value in memories.items()},
             losses=torch.zeros(len(order), dtype=torch.double, device=setup.device),
+            noted={
+                name: torch.zeros(len(order), 2, dtype=torch.double, device=setup.device)
+                for name in setup.client_method.all_notes
+            },
         )
 
     def chunks(self, size: int) -> Iterator[tuple[int, Chunk]]:
@@ -199,6 +206,7 @@ class StackedCohort:
         seen = sum(done.plans[row].num_seen for row in good)
         total = done.losses[good].sum()
         logs: list[Logs] = [dict.fromkeys(names, (total, seen))] if seen else []
+        logs.append(means_of({name: value[good].sum(0) for name, value in done.noted.items()}))
         place = None if order == sorted(order) else torch.tensor(order).argsort()
 
         def in_order(stack: Columns) -> TensorDict:
@@ -390,13 +398,15 @@ class StackedTraining:
             state = {**chunk.results, **self._others(chunk, (), ()), **parameters}
             selected = self.audit.select(group, state)
         with stacked_context(self.setup):
-            gradients, mean_losses, own = self.stacked.gradients(
+            gradients, mean_losses, own, noted = self.stacked.gradients(
                 {name: value[rows] for name, value in parameters.items()},
                 {name: value[rows] for name, value in others.items()},
                 self.setup.form.batch(group.leaves),
                 group.weights,
             )
         chunk.losses[rows] += (own if steps else mean_losses) * group.size
+        for name, value in noted.items():
+            chunk.noted[name][rows] += value
         self.audit.check(selected, gradients, mean_losses)
         return gradients
 
