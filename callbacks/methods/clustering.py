@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -72,6 +72,24 @@ def cluster_updates(
         The cluster of each client ``[M]``, -1 if it did not answer; ``None`` if fewer than K
         clients answered.
     """
+    answered, points = sent_points(clients, updates, like)
+    if len(points) < num_clusters:
+        return None
+    clusters = torch.full((len(clients),), -1)
+    clusters[answered] = kmeans(points, num_clusters, restarts, seed)
+    return clusters
+
+
+def sent_points(
+    clients: Tensor, updates: Iterable[ClientUpdates], like: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return which clients answered on any rank ``[M]``, and their parameters ``[A, d]``.
+
+    Args:
+        clients: As in :func:`cluster_updates`.
+        updates: As in :func:`cluster_updates`.
+        like: As in :func:`cluster_updates`.
+    """
     size = sum(value.numel() for value in like.values())
     points = torch.zeros(len(clients), size, dtype=torch.double)
     answers = torch.zeros(len(clients), dtype=torch.long)
@@ -81,12 +99,47 @@ def cluster_updates(
         answers[members] = 1
     all_sum(points)
     answered = all_sum(answers) > 0
-    if answered.sum() < num_clusters:
-        return None
-    clusters = torch.full((len(clients),), -1)
-    points = points[answered]  # frees the others
-    clusters[answered] = kmeans(points, num_clusters, restarts, seed)
-    return clusters
+    return answered, points[answered]
+
+
+def proposed_clusters(points: Tensor, numbers: Collection[int]) -> dict[int, Tensor]:
+    """Return the partitions of points that stand out from those with more or fewer clusters.
+
+    Points are merged in two ways: by Ward's method, and by average linkage of their directions,
+    seen from the mean of all. Directions don't depend on how far each client has moved, which
+    grows with its number of samples. Each way proposes the number of clusters after which the
+    height of the merges rises most: the largest ratio of the merge of K clusters to the one before.
+
+    Args:
+        points: ``[M, d]``.
+        numbers: Allowed numbers of clusters. Only those from 2 to M - 1 can be proposed.
+
+    Returns:
+        The cluster of each point ``[M]``, by number of clusters. If both ways propose the same
+        number, the partition is that of the directions.
+
+    Example:
+        >>> points = torch.tensor([[1.0, 0.0], [1.1, 0.0], [0.0, 5.0], [0.0, 5.2], [-3.0, -3.0]])
+        >>> proposed_clusters(points, range(2, 5))
+        {3: tensor([1, 1, 0, 0, 2])}
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+
+    numbers = [k for k in sorted(numbers) if 2 <= k < len(points)]
+    moves = (points - points.mean(0)).double().numpy(force=True)
+    if not numbers or not moves.any():
+        return {}
+    lengths = np.linalg.norm(moves, axis=1, keepdims=True)
+    directions = moves / np.maximum(lengths, np.finfo(float).tiny)
+    found = {}
+    for way, seen in (("ward", moves), ("average", directions)):
+        tree = linkage(seen, way)
+        heights = tree[::-1, 2]  # the first merges two clusters
+        least = np.finfo(float).eps * heights[0]
+        rises = [heights[k - 2] / max(heights[k - 1], least) for k in numbers]
+        best = numbers[int(np.argmax(rises))]
+        found[best] = torch.from_numpy(fcluster(tree, best, "maxclust")).long() - 1
+    return found
 
 
 def linked(

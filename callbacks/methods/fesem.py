@@ -74,7 +74,9 @@ class FeSEM(ClusteredMethod):
 
     Args:
         num_clusters: K, the number of server models; ``"auto"`` chooses it with
-            :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
+            :func:`select_num_clusters` before the first round, on ``init_clients`` clients. Clients
+            then start in the clusters that it found. If it chose one model by ``"held_out"``, the
+            run is that of FedAvg: there is no initialisation, and clients weigh by their samples.
         num_restarts: Random starts of k-means.
         init_clients: Number of randomly drawn clients that train in the first round; all if fewer.
         matching: How neurons are aligned. ``None`` does not align them. ``"bbp_map"`` matches them.
@@ -87,8 +89,11 @@ class FeSEM(ClusteredMethod):
             be the name of an :class:`~pflight.adapters.AdapterDistance`: ``"product"``,
             ``"subspace"`` or ``"cosine_B"``. The initialisation then merges the nearest groups of
             clients, by average linkage. Otherwise it uses k-means.
-        candidates: Numbers of clusters that ``"auto"`` tries.
-        criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
+        candidates: Numbers of clusters from which ``"auto"`` chooses, by default 1 to 10 for
+            ``"held_out"``, and 2 to 6 for the others.
+        criterion: How ``"auto"`` chooses, as in :class:`ClusterSelection`: by ``"held_out"``,
+            ``"distance"`` or ``"accuracy"``. The default is ``"held_out"``, or ``"distance"`` if
+            the client module optimizes by hand.
         newcomers: How a client that has not trained finds the center by which it is judged.
             ``"loss"`` takes the center with the lowest loss on its training samples. ``"distance"``
             trains once from the mean of the centers, and takes the nearest center. ``"mean"`` takes
@@ -128,8 +133,8 @@ class FeSEM(ClusteredMethod):
         centers: Sequence[Mapping[str, Any]] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
         distance: Literal["l2"] | DistanceName | Distance = "l2",
-        candidates: Sequence[int] = CANDIDATES,
-        criterion: Criterion = "distance",
+        candidates: Sequence[int] | None = None,
+        criterion: Criterion | None = None,
         newcomers: Literal["loss", "distance", "mean"] | None = None,
         *,
         mu: float | None = None,
@@ -138,7 +143,8 @@ class FeSEM(ClusteredMethod):
         check_candidates(candidates, criterion)
         counts = {} if num_clusters == "auto" else {"num_clusters": num_clusters}
         check_range(self, "[1, inf)", **counts)
-        most = max(candidates) if num_clusters == "auto" else num_clusters
+        allowed = CANDIDATES[criterion or "held_out"] if candidates is None else candidates
+        most = max(allowed) if num_clusters == "auto" else num_clusters
         if init_clients < most:
             raise ConfigurationError(
                 f"FeSEM: init_clients ({init_clients}) must be at least num_clusters ({most})"
@@ -161,6 +167,8 @@ class FeSEM(ClusteredMethod):
         self.criterion = criterion
         self.newcomers = newcomers
         self.automatic = num_clusters == "auto"
+        self.start: Mapping[int, int] = {}
+        self.one_model = False
         if mu is not None:
             self.use_client_method(Proximal, mu=mu, scaling=scaling)
 
@@ -180,7 +188,8 @@ class FeSEM(ClusteredMethod):
             self.distance = self._distance
         with torch.no_grad():  # a distance of one's own may be wrong
             self.distances(self.server.expand(0, self.sent_names, 2), 0)
-        self.add_state("initialized", self.centers is not None)
+        self.add_state("one_model", self.one_model and not self.automatic)
+        self.add_state("initialized", self.centers is not None or self.one_model)
         self.add_state("found", torch.full_like(self.assignments, -1), on_cpu=True)
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
@@ -191,6 +200,8 @@ class FeSEM(ClusteredMethod):
         if not self.num_clusters:
             self.selection = choose_for(trainer, self)
             self.add_centers(self.selection.num_clusters)
+            self.one_model = self.selection.criterion == "held_out" and self.num_clusters == 1
+            self.initialized = self.one_model
 
     def round(self, cohort: Tensor) -> None:
         """Run one round. The first is the initialisation, with its own clients."""
@@ -206,6 +217,8 @@ class FeSEM(ClusteredMethod):
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's center, -1 for the mean. Between rounds, newcomers find theirs."""
+        if self.one_model:
+            return torch.zeros(len(clients), dtype=torch.long)
         centers = super().centers_of(clients)
         if not self.initialized or self.clients.current.goes_on or self.newcomers == "mean":
             return centers
@@ -247,6 +260,12 @@ class FeSEM(ClusteredMethod):
         smallest, clusters = self._to_nearest(updates)
         self._add_distances(smallest)
         self.assign(updates, clusters)
+
+    def client_weights(self, clients: Tensor) -> Tensor:
+        """Return the weights of clients ``[C]``: equal (eq. 9), or by samples for one model."""
+        if self.one_model:
+            return self.clients.weights_of(clients)
+        return super().client_weights(clients)
 
     def _add_distances(self, smallest: Tensor) -> None:
         """Add the clients' distances ``[C]`` to the objective."""
@@ -293,14 +312,20 @@ class FeSEM(ClusteredMethod):
         return AdapterDistance(name, pairs)
 
     def _initialize(self) -> None:
-        """Train a sample of clients once and cluster their models by k-means."""
+        """Train a sample of clients once and cluster their models by k-means, if need be."""
         self._distances = torch.zeros(2, dtype=torch.double)
         index = self.clients.current.entry.index
         seed = self.clients.seed + index  # a new sample after a round with too few answers
+        start = self.start if self.selection is None else self.selection.clusters
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
+        sample = torch.tensor(sorted(start)) if start else sample
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
-        if isinstance(self.distance, AdapterDistance):
+        clusters: Tensor | None
+        if start:
+            answers = all_sum(torch.tensor(sum(len(update.clients) for update in updates)))
+            clusters = torch.tensor([start[i] for i in sample.tolist()]) if answers else None
+        elif isinstance(self.distance, AdapterDistance):
             device = self.clients.device
             clusters = linked(sample, updates, self.distance, self.num_clusters, device)
         else:
@@ -319,6 +344,8 @@ class FeSEM(ClusteredMethod):
             )
             return
         self.on_round_start()
+        if start:  # also those that did not answer
+            self._assigned[sample] = clusters
         for update in updates:
             self.assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
         means = self.means()
@@ -338,34 +365,42 @@ class FeSEM(ClusteredMethod):
 def select_num_clusters(
     federation: Federation,
     data: FederatedDataModule,
-    candidates: Sequence[int] = CANDIDATES,
-    criterion: Criterion = "distance",
+    candidates: Sequence[int] | None = None,
+    criterion: Criterion | None = None,
     *,
     callback: ClusteredMethod | None = None,
-    rounds: int = 3,
+    rounds: int | None = None,
     **trainer: Any,
 ) -> ClusterSelection:
     """Compare numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
 
-    For each candidate a new federation is trained, with the client module, options and seed of the
+    For each number a new federation is trained, with the client module, options and seed of the
     given one. It has up to ``callback.init_clients`` clients. All of them take part in every round.
     They are judged on their validation samples. If none has any, a random fifth of the training
-    samples is held out instead. ``"distance"`` also tries one cluster fewer than the smallest
-    candidate, to see how the distance falls. The given federation and the global random generators
-    are not changed.
+    samples is held out instead. The given federation and the global random generators are not
+    changed. The traffic of all runs is logged.
+
+    ``"held_out"`` first trains one model for all, as FedAvg does. The clients' models of its first
+    round are clustered hierarchically, by Ward's method and by average linkage of directions. Each
+    proposes the candidate, 2 or more, after which the height of the merges rises most. The one or
+    two proposals are trained, too. :class:`ClusterSelection` says if they pay. ``"distance"`` and
+    ``"accuracy"`` train each candidate. ``"distance"`` also tries one cluster fewer than the
+    smallest candidate, to see how the distance falls.
 
     Args:
         federation: The federation to choose for; it need not have been set up.
         data: The data of its clients.
-        candidates: Numbers of clusters; those above the number of clients are left out.
-        criterion: ``"accuracy"`` or ``"distance"``, as in :class:`ClusterSelection`.
+        candidates: Numbers of clusters; those above the number of clients are left out. The
+            default is as in :class:`FeSEM`.
+        criterion: As in :class:`FeSEM`.
         callback: Gives the other options of the algorithm.
-        rounds: Number of rounds of each run, including the initialisation.
+        rounds: Number of rounds of each run, including the first; by default 10 for ``"held_out"``,
+            else 3.
         **trainer: Arguments of the Trainers, such as ``accelerator``.
 
     Raises:
         ConfigurationError: If no candidate is left, or the clients have too few samples to hold
-            some out.
+            some out. With ``"held_out"``, if the client module optimizes by hand.
 
     Example:
         >>> import pflight
@@ -392,7 +427,7 @@ METHODS = (
             "auto": {
                 "num_clusters": "auto",
                 "candidates": (1, 2),
-                "criterion": "distance",
+                "criterion": "held_out",
                 "mu": 0.1,
             },
         },

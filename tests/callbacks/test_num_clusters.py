@@ -3,24 +3,37 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FeSEM
+from pflight.callbacks import FedAvg, FeSEM
+from pflight.callbacks.methods.clustering import proposed_clusters
 from pflight.callbacks.methods.fesem import select_num_clusters
 from pflight.callbacks.methods.num_clusters import (
     ClusterSelection,
     SampledClients,
 )
 from pflight.data.cohort import sample_clients
-from pflight.datamodules import ClusteredSynthetic
+from pflight.datamodules import ClusteredSynthetic, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, LogisticRegression, ProximalClient
 from tests.event_files import read_events
-from tests.runs import assert_same, linear_client, quiet_trainer, run, sgd, small_data, watched
+from tests.runs import (
+    ENGINES,
+    ByHand,
+    assert_same,
+    linear_client,
+    quiet_trainer,
+    run,
+    sgd,
+    small_data,
+    watched,
+)
 
 CPU = {"accelerator": "cpu"}
 
@@ -58,6 +71,98 @@ class TestChoice:
     def test_the_table(self) -> None:
         table = ClusterSelection("accuracy", {2: 0.5, 3: 0.75}, {2: 9.0, 3: 8.0}).table
         assert table.splitlines()[2:] == ["| 2 | 0.5000 | 9 |", "| 3 (chosen) | 0.7500 | 8 |"]
+
+
+def held_out(
+    losses: dict[int, list[float]], accuracy: dict[int, float] | None = None
+) -> ClusterSelection:
+    accuracy = accuracy or dict.fromkeys(losses, float("nan"))
+    return ClusterSelection("held_out", accuracy, dict.fromkeys(losses, 1.0), losses)
+
+
+class TestWhatPays:
+    ONE = (2.0, 2.2, 1.9, 2.1, 2.3)
+    LESS = (1.0, 1.1, 1.2, 0.9, 1.2)
+
+    def test_lower_losses_of_all_clients(self) -> None:
+        found = held_out({1: [*self.ONE], 2: [*self.LESS]}, {1: 0.5, 2: 0.5})
+        assert found.pays(2)
+        assert found.num_clusters == 2
+
+    def test_the_p_value_is_that_of_a_paired_t_test(self) -> None:
+        differences = np.array(self.ONE) - np.array(self.LESS)
+        t = differences.mean() / (differences.std(ddof=1) / np.sqrt(5))
+        expected = scipy.stats.t.sf(t, df=4)
+        assert held_out({1: [*self.ONE], 2: [*self.LESS]}).p_value(2) == pytest.approx(expected)
+
+    def test_a_mean_that_one_client_lowers_does_not_pay(self) -> None:
+        found = held_out({1: [9.0, 1.0, 1.0, 1.0], 2: [1.0, 1.1, 1.0, 1.1]})
+        assert found.mean_loss(2) < found.mean_loss(1)
+        assert found.num_clusters == 1
+
+    def test_a_lower_accuracy_does_not_pay(self) -> None:
+        losses = {1: [*self.ONE], 2: [*self.LESS]}
+        assert held_out(losses, {1: 0.51, 2: 0.5}).num_clusters == 1
+
+    def test_the_lowest_loss_of_several_is_compared_with_one_model(self) -> None:
+        lowest = [loss - 0.5 for loss in self.LESS]
+        losses = {1: [*self.ONE], 2: [*self.LESS], 4: lowest}
+        assert held_out(losses).num_clusters == 4
+        assert held_out(losses, {1: 0.5, 2: 0.6, 4: 0.4}).num_clusters == 1
+
+    def test_without_one_model_the_lowest_loss_is_taken(self) -> None:
+        assert held_out({2: [*self.LESS], 3: [*self.ONE]}).num_clusters == 2
+
+    def test_clients_without_losses_are_left_out(self) -> None:
+        nan = float("nan")
+        found = held_out({1: [*self.ONE, nan, 0.0], 2: [*self.LESS, 9.0, nan]})
+        assert found.p_value(2) == held_out({1: [*self.ONE], 2: [*self.LESS]}).p_value(2)
+        assert held_out({1: [nan, 3.0], 2: [nan, 1.0]}).num_clusters == 1
+        assert held_out({1: [nan, nan], 2: [nan, nan]}).num_clusters == 1
+
+    def test_equal_losses_do_not_pay(self) -> None:
+        assert held_out({1: [2.0, 2.0, 2.0], 2: [2.0, 2.0, 2.0]}).num_clusters == 1
+
+    def test_one_model_alone(self) -> None:
+        assert held_out({1: [*self.ONE]}).num_clusters == 1
+
+    def test_the_table(self) -> None:
+        table = held_out({1: [*self.ONE], 2: [*self.LESS]}, {1: 0.5, 2: 0.75}).table
+        lines = table.splitlines()
+        assert lines[0] == "| num_clusters | val/macro_acc | distance | loss | p |"
+        assert lines[2] == "| 1 | 0.5000 | 1 | 2.1000 |  |"
+        assert lines[3].startswith("| 2 (chosen) | 0.7500 | 1 | 1.0800 | 0.000")
+
+
+class TestProposals:
+    @staticmethod
+    def blobs(sizes: list[int], seed: int = 0, dimension: int = 20) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        centers = 3 * torch.randn(len(sizes), dimension, generator=random)
+        truth = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        truth = truth[torch.randperm(len(truth), generator=random)]
+        return centers[truth] + torch.randn(len(truth), dimension, generator=random), truth
+
+    @pytest.mark.parametrize("sizes", [[10, 10], [7, 6, 7], [12, 4, 3, 3], [3] * 8])
+    def test_groups_are_found(self, sizes: list[int]) -> None:
+        points, truth = self.blobs(sizes)
+        found = proposed_clusters(points, range(1, 11))
+        assert adjusted_rand_score(truth, found[len(sizes)]) == 1
+
+    def test_clients_that_moved_unequally_far(self) -> None:
+        points, truth = self.blobs([8, 8, 8])
+        far = torch.linspace(0.2, 5, 24)[torch.randperm(24)]
+        points = far[:, None] * (points - points.mean(0))
+        assert adjusted_rand_score(truth, proposed_clusters(points, [3])[3]) == 1
+
+    def test_only_candidates_are_proposed(self) -> None:
+        points, _ = self.blobs([7, 6, 7])
+        assert set(proposed_clusters(points, [1, 2, 4])) <= {2, 4}
+        assert proposed_clusters(points, [1]) == {}
+
+    def test_too_few_points_and_equal_ones(self) -> None:
+        assert proposed_clusters(torch.eye(2), range(1, 5)) == {}
+        assert proposed_clusters(torch.ones(6, 3), range(1, 5)) == {}
 
 
 class TestSample:
@@ -123,6 +228,66 @@ class TestTrial:
         assert found.num_clusters == 3
         assert list(found.accuracy) == [1, 2, 3, 4][criterion == "accuracy" :]
 
+    @pytest.mark.parametrize("clusters", [1, 2, 3])
+    def test_held_out_losses_find_the_groups(self, clusters: int) -> None:
+        data = groups(clusters)
+        found = select_num_clusters(Federation(classifier(), local_epochs=3), data, **CPU)
+        assert found.num_clusters == clusters
+        started = [found.clusters[i] for i in sorted(found.clusters)]
+        if clusters == 1:
+            assert not started
+        else:
+            assert adjusted_rand_score(data.clusters, started) == 1
+
+    @pytest.mark.short("vectorized")
+    @ENGINES
+    def test_held_out_losses_are_those_of_the_runs(self, engine: str) -> None:
+        options = {"local_epochs": 3, "seed": 5, "engine": engine}
+        data = groups()
+        found = select_num_clusters(Federation(classifier(), **options), data, **CPU)
+        for k, callback in ((1, FedAvg()), (3, FeSEM("auto"))):
+            whole = run(classifier(), data, callback, 10, **options)
+            expected = whole.client_metrics("val")["loss"].tolist()
+            assert found.losses[k] == pytest.approx(expected, rel=1e-5)
+            assert found.accuracy[k] == whole.history[-1].metrics["val/macro_acc"]
+
+    def test_held_out_samples_are_not_trained_on(self) -> None:
+        seen = []
+        data = groups(val_fraction=0.0)
+        client = watched(classifier(), lambda c: seen.append(int(c.num_samples)))
+        found = select_num_clusters(Federation(client, engine="sequential"), data, [1, 2], **CPU)
+        assert set(seen) == {n - n // 5 for n in data.num_samples("train").tolist()}
+        assert np.isfinite(found.losses[1]).all()
+
+    def test_without_one_model_among_the_candidates(self) -> None:
+        data = groups(1)
+        federation = Federation(classifier(), local_epochs=3)
+        found = select_num_clusters(federation, data, (2, 3), **CPU)
+        assert found.num_clusters in (2, 3)
+        assert set(found.losses) <= {2, 3}
+        assert len(found.clusters) == 9
+
+    def test_identical_clients_have_one_model_or_as_few_clusters_as_allowed(self) -> None:
+        pairs = [(torch.eye(4), torch.arange(4))] * 4
+        data = TensorClients(pairs, val=pairs, num_classes=5, batch_size=4)
+        for candidates, expected in (((1, 2, 3), 1), ((2, 3), 2)):
+            federation = run(classifier(), data, FeSEM("auto", candidates=candidates))
+            assert federation.callback.num_clusters == expected
+
+    def test_a_module_that_optimizes_by_hand_is_judged_by_distance(self) -> None:
+        federation = Federation(linear_client(ByHand))
+        assert select_num_clusters(federation, small_data(), **CPU).criterion == "distance"
+        with pytest.raises(ConfigurationError, match=r"held_out.* manual optimization"):
+            select_num_clusters(federation, small_data(), criterion="held_out", **CPU)
+
+    def test_the_traffic_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "lightning.pytorch.pflight")
+        federation = Federation(classifier(), local_epochs=3)
+        select_num_clusters(federation, groups(), rounds=4, **CPU)
+        (line,) = [line for line in caplog.messages if "chose num_clusters 3" in line]
+        megabytes = 2 * 4 * 9 * 25 * 4 / 2**20  # two runs of four rounds of nine clients
+        assert f"{megabytes:.2f} MiB to clients and {megabytes:.2f} MiB back" in line
+
     @pytest.mark.short("bbp_map")
     @pytest.mark.parametrize("matching", [None, "bbp_map"])
     def test_its_numbers_are_those_of_a_run_of_three_rounds(self, matching: str | None) -> None:
@@ -135,7 +300,7 @@ class TestTrial:
         data = groups()
         federation = Federation(classifier(), **options)
         found = select_num_clusters(
-            federation, data, (2, 4), callback=FeSEM(1, matching=matching), **CPU
+            federation, data, (2, 4), "distance", callback=FeSEM(1, matching=matching), **CPU
         )
         for k in (2, 4):
             callback = Recording(k, matching=matching)
@@ -192,7 +357,8 @@ class TestTrial:
 
     def test_candidates_above_the_number_of_clients_are_left_out(self) -> None:
         federation = Federation(linear_client())
-        found = select_num_clusters(federation, small_data(counts=[5, 5]), (1, 2, 3), **CPU)
+        data = small_data(counts=[5, 5])
+        found = select_num_clusters(federation, data, (1, 2, 3), "distance", **CPU)
         assert list(found.accuracy) == [1, 2]
 
     def test_what_can_not_be_done(self) -> None:
@@ -207,7 +373,7 @@ class TestTrial:
 
 
 class TestAuto:
-    options = {"num_clusters": "auto", "candidates": (2, 3, 4)}  # noqa: RUF012
+    options = {"num_clusters": "auto", "candidates": (2, 3, 4), "criterion": "distance"}  # noqa: RUF012
 
     def test_it_goes_on_as_a_run_with_that_number(self) -> None:
         auto = run(classifier(), groups(), FeSEM(**self.options), 4, local_epochs=3)
@@ -259,6 +425,51 @@ class TestAuto:
             assert {value.dtype for value in state.values()} == {torch.float64}
         first, second, _ = federation.server_states()
         assert not torch.equal(first["network.output.weight"], second["network.output.weight"])
+
+    @pytest.mark.short("vectorized")
+    @ENGINES
+    def test_one_model_is_that_of_fedavg_to_the_bit(self, engine: str) -> None:
+        data = {"cohort_size": 3, "holdout_clients": 0.2}
+        auto = run(linear_client(), small_data(**data), FeSEM("auto"), 4, engine=engine)
+        assert auto.callback.num_clusters == 1
+        fedavg = run(linear_client(), small_data(**data), FedAvg(), 4, engine=engine)
+        assert_same(auto.server_states()[0], fedavg.server_states()[0])
+        for left, right in zip(auto.history, fedavg.history, strict=True):
+            assert (left.clients, left.bytes_down) == (right.clients, right.bytes_down)
+            assert {key: left.metrics[key] for key in right.metrics} == right.metrics
+        tested = [
+            federation.trainer.test(federation, datamodule=small_data(**data), verbose=False)
+            for federation in (auto, fedavg)
+        ]
+        assert tested[0] == tested[1]
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+    @pytest.mark.parametrize("clusters", [1, 3])
+    def test_a_resumed_run_goes_on_as_it_was(self, clusters: int, tmp_path: Path) -> None:
+        options = {"local_epochs": 3}
+        half = run(classifier(), groups(clusters), FeSEM("auto"), 2, **options)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        rest = {"ckpt_path": tmp_path / "half.ckpt", **options}
+        resumed = run(classifier(), groups(clusters), FeSEM("auto"), 4, **rest)
+        whole = run(classifier(), groups(clusters), FeSEM("auto"), 4, **options)
+        assert whole.callback.num_clusters == resumed.callback.num_clusters == clusters
+        for left, right in zip(resumed.server_states(), whole.server_states(), strict=True):
+            assert_same(left, right)
+
+    def test_a_callback_chooses_anew_for_another_federation(self) -> None:
+        callback = FeSEM("auto")
+        first = run(classifier(), groups(1), callback, 2, local_epochs=3)
+        assert (callback.num_clusters, callback.one_model) == (1, True)
+        assert len(first.server_states()) == 1
+        run(classifier(), groups(3), callback, 2, local_epochs=3)
+        assert (callback.num_clusters, callback.one_model) == (3, False)
+
+    def test_clients_start_in_the_clusters_that_were_found(self) -> None:
+        data = groups(dropout=0.4, seed=3)
+        auto = run(classifier(), data, FeSEM("auto"), 1, local_epochs=3)
+        selection = auto.callback.selection
+        assert 0 < len(auto.history[0].failed) < 9
+        assert auto.callback.assignments.tolist() == [selection.clusters[i] for i in range(9)]
 
     def test_an_untrained_federation_is_judged_by_its_start(self) -> None:
         federation, data = Federation(classifier()), groups()
