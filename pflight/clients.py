@@ -147,6 +147,7 @@ class Clients(ClientWork):
                 f"the data has {data.num_clients}"
             )
         self.data, self.num_clients = data, data.num_clients
+        self.at_round(0)  # engines are set up with these data, also in a resumed run
 
     def set_method(self, method: ClientMethod, outer: ClientMethod | None) -> None:
         """Set what trains the clients, and what they do around it; by default that is the same."""
@@ -423,6 +424,7 @@ class Clients(ClientWork):
         """Forget the round before, draw who never answers in the next, and return its failures."""
         if self._as_copied is not None:
             check_unchanged(self.module, self._as_copied)
+        self.at_round(self.rounds)
         index, everybody = self.rounds, self.cohorts.clients
         silent = everybody[~self.cohorts.answers(index, everybody)]
         self.current, self.aside = CurrentRound(Round(index, []), True, silent), Aside()
