@@ -45,7 +45,7 @@ from .runs.memory import ClientMemory, MappedMemory
 from .states.head import Head, has_plain_head, mark, trace
 from .states.server_models import BufferWatch, ServerModels
 from .states.state import StateLayout, entries, expand_state, largest_values, moved
-from .states.updates import ClientFailure, ClientUpdates
+from .states.updates import ClientFailure, ClientUpdates, Kept
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
@@ -507,13 +507,17 @@ class Clients(ClientWork):
     ) -> ClientUpdates:
         engine = self.attached_engine
         starts = self.outer_method.before_training(self, clients, sent)
+        kept: Kept | None = None
+        if self.client_method.remembers:
+            kept = self.all_remembered(clients, starts)
+            kept = self.client_method.recall(self, clients, starts, kept)
         updates = engine.train(
             clients,
             starts,
             round_index=self.current.entry.index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
-            kept=self.all_remembered(clients, starts) if self.client_method.remembers else None,
+            kept=kept,
             on_client_end=self.on_client_end,
         )
         idle = ~engine.setup.has_batches(updates.clients)
@@ -528,8 +532,8 @@ class Clients(ClientWork):
         if len(ids) < len(clients):
             starts = starts[torch.isin(clients, ids)]
         if message is not updates:
-            kept = self.client_method.mirror(self, ids, updates.states, starts, message.states)
-            updates = replace(updates, states=kept)
+            mirrored = self.client_method.mirror(self, ids, updates.states, starts, message.states)
+            updates = replace(updates, states=mirrored)
         for listener in self.on_updates:
             listener(updates)
         self._keep(starts, updates)

@@ -36,10 +36,20 @@ from tests.runs import (
 
 ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
-DRIFTING = "FeSEM drifting"
+DRIFTING = "FeSEM-reassign drifting"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
-DROPOUT |= {DRIFTING}
-BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
+DROPOUT |= {DRIFTING, "CFL-reassign"}
+BATCHNORM = {
+    "APFL",
+    "Ditto",
+    "FedEC-forget",
+    "FedALA",
+    "FedAvg",
+    "FedBN",
+    "FedEC",
+    "FedFomo",
+    "FedRep",
+}
 BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNova"}
 BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 BATCHNORM |= {"FedAS", "FedSGD", "GPFL", "kNN-Per", "pFedFDA", "pFedLA"}
