@@ -6,6 +6,7 @@ from pflight.data.loaders import IndexedSamples, Split, Visit
 
 from .crop_and_flip import CropAndFlip
 from .datasets import DatasetClients
+from .partitions.group_moves import GroupMoves
 from .partitions.held_out import HeldOut
 from .partitions.known_clusters import KnownClusters
 from .partitions.partition import (
@@ -55,6 +56,7 @@ __all__ = [
     "DominantClasses",
     "FashionMNIST",
     "FederatedDataModule",
+    "GroupMoves",
     "HeldOut",
     "HiddenGroups",
     "ImageDataModule",

@@ -199,7 +199,7 @@ class DatasetClients(FederatedDataModule):
         Raises:
             ConfigurationError: If they can't be read, or are no pairs of an input and a class.
         """
-        if (client, split) not in self._labels:
+        if self.drifts or (client, split) not in self._labels:
             size = int(self._sizes[split][client])
             parts = torch.arange(size).split(self.eval_batch_size or size) if size else ()
             try:
@@ -234,7 +234,7 @@ class DatasetClients(FederatedDataModule):
         """
         if self.holds_tensors:
             return super().batches(split, visits)
-        if split not in self._loaders:
+        if self.drifts or split not in self._loaders:
             samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
             self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)
         batches = self._loaders[split].batches(_keys(visits, self.seed, self.id_offset))

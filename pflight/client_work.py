@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .data.client_names import drawn
 from .data.data_module import FederatedDataModule
-from .data.loaders import Split
+from .data.loaders import SPLITS, Split
 from .engines.alone.engine import Engine, SequentialEngine
 from .engines.base import finite_rows
 from .engines.client_setup import ClientSetup
@@ -156,6 +156,7 @@ class ClientWork:
     Attributes:
         num_clients: Number of clients; 0 before there is data.
         data: Their samples, or ``None`` before a Trainer has run them.
+        data_round: The round to which these samples belong, if data drift.
         engine: What trains them, likewise.
         callback: The server callback of the algorithm.
         outer_method: The client method for what they do around their training, by default the
@@ -183,6 +184,7 @@ class ClientWork:
         self.training = training
         self.num_clients = 0
         self.data: FederatedDataModule | None = None
+        self.data_round = 0
         self.engine: Engine | None = None
         self.callback: ServerSide | None = None
         self.history: list[Round] = []
@@ -254,6 +256,28 @@ class ClientWork:
     def mean_samples(self) -> float:
         """Mean number of training samples of the clients that may train."""
         return self.attached_engine.setup.mean_samples
+
+    def at_round(self, round: int) -> None:
+        """Give the clients the data that they have in a round.
+
+        Raises:
+            ConfigurationError: If a client would have more or fewer samples than before.
+        """
+        data, self.data_round = self.attached_data, round
+        if not data.drifts:
+            return
+        before = [data.num_samples(split).clone() for split in SPLITS]
+        data.at_round(round)
+        for split, counts in zip(SPLITS, before, strict=True):
+            if len(changed := (data.num_samples(split) != counts).nonzero().flatten()):
+                client = int(changed[0])
+                raise ConfigurationError(
+                    f"{type(data).__name__}.at_round({round}) changes the number of client "
+                    f"{data.numbered(client)}'s {split} samples, which must stay the same: "
+                    f"{counts[client]} became {data.num_samples(split)[client]}"
+                )
+        if self.engine is not None:
+            vars(self.engine.setup).pop("class_counts", None)
 
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""

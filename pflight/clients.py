@@ -46,7 +46,7 @@ from .runs.memory import ClientMemory, MappedMemory
 from .states.head import Head, has_plain_head, mark, trace
 from .states.server_models import BufferWatch, ServerModels
 from .states.state import StateLayout, entries, expand_state, largest_values, moved
-from .states.updates import ClientFailure, ClientUpdates
+from .states.updates import ClientFailure, ClientUpdates, Kept
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
@@ -152,6 +152,7 @@ class Clients(ClientWork):
                 f"the data has {data.num_clients}"
             )
         self.data, self.num_clients = data, data.num_clients
+        self.at_round(0)  # engines are set up with these data, also in a resumed run
 
     def set_method(self, method: ClientMethod, outer: ClientMethod | None) -> None:
         """Set what trains the clients, and what they do around it; by default that is the same."""
@@ -441,6 +442,7 @@ class Clients(ClientWork):
         """Forget the round before, draw who never answers in the next, and return its failures."""
         if self._as_copied is not None:
             check_unchanged(self.module, self._as_copied)
+        self.at_round(self.rounds)
         index, everybody = self.rounds, self.cohorts.clients
         silent = everybody[~self.cohorts.answers(index, everybody)]
         self.current, self.aside = CurrentRound(Round(index, []), True, silent), Aside()
@@ -523,13 +525,17 @@ class Clients(ClientWork):
     ) -> ClientUpdates:
         engine = self.attached_engine
         starts = self.outer_method.before_training(self, clients, sent)
+        kept: Kept | None = None
+        if self.client_method.remembers:
+            kept = self.all_remembered(clients, starts)
+            kept = self.client_method.recall(self, clients, starts, kept)
         updates = engine.train(
             clients,
             starts,
             round_index=self.current.entry.index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
-            kept=self.all_remembered(clients, starts) if self.client_method.remembers else None,
+            kept=kept,
             on_client_end=self.on_client_end,
         )
         idle = ~engine.setup.has_batches(updates.clients)
@@ -544,8 +550,8 @@ class Clients(ClientWork):
         if len(ids) < len(clients):
             starts = starts[torch.isin(clients, ids)]
         if message is not updates:
-            kept = self.client_method.mirror(self, ids, updates.states, starts, message.states)
-            updates = replace(updates, states=kept)
+            mirrored = self.client_method.mirror(self, ids, updates.states, starts, message.states)
+            updates = replace(updates, states=mirrored)
         for listener in self.on_updates:
             listener(updates)
         self._keep(starts, updates)

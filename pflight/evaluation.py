@@ -55,6 +55,7 @@ class Evaluator:
             clients.last_round, f"it is left out of the {split} metrics"
         )
         clients.attached_engine.setup.round_index = clients.last_round
+        clients.at_round(clients.last_round)
         clients.aside = Aside()
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
@@ -288,6 +289,7 @@ def model_of(
 def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:
     """Return the predictions of the clients' models ``[C]`` on their test samples."""
     clients.attached_engine.setup.round_index = clients.last_round
+    clients.at_round(clients.last_round)
     parts: list[Any] = []
     for group, epochs in clients.by_tuning(ids):
         states = ClientModels.of(clients, callback, group, epochs).used

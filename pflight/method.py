@@ -18,6 +18,7 @@ from .modifiers import Term
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .states.head import Head, add_extra, head_of, mark
 from .states.state import StateLayout
+from .states.updates import Kept
 
 OWN = "pflight_own."
 """What the names of a client method's own entries in a client's state begin with."""
@@ -310,6 +311,19 @@ class ClientMethod:
         By default they are those of :meth:`start_states`, with the same arguments.
         """
         return self.start_states(work, clients, sent)
+
+    def recall(self, work: LocalWork, clients: Tensor, starts: TensorDict, kept: Kept) -> Kept:
+        """Return the memory with which clients train ``[C]``, by default all that they kept.
+
+        A client that ``seen`` leaves out trains as in its first participation.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            starts: What :meth:`before_training` gave ``[C]``.
+            kept: What they kept ``[C]``.
+        """
+        return kept
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
 from pflight.callbacks import FedDANE, FedProx, PerFedAvg, PFedMe
-from pflight.datamodules import TensorClients
+from pflight.datamodules import FederatedDataModule, KnownClusters, TensorClients
 from pflight.errors import ClientError, ConfigurationError
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
@@ -36,8 +36,20 @@ from tests.runs import (
 
 ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
+DRIFTING = "FeSEM-reassign drifting"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
-BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
+DROPOUT |= {DRIFTING, "CFL-reassign"}
+BATCHNORM = {
+    "APFL",
+    "Ditto",
+    "FedEC-forget",
+    "FedALA",
+    "FedAvg",
+    "FedBN",
+    "FedEC",
+    "FedFomo",
+    "FedRep",
+}
 BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNova"}
 BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 BATCHNORM |= {"FedAS", "FedSGD", "GPFL", "kNN-Per", "pFedFDA", "pFedLA"}
@@ -49,7 +61,7 @@ OTHERS = {  # which the common tester has without what needs the data of newcome
     **{name: Algorithm(callback) for name, callback in COMBINATIONS.items()},
 }
 ALGORITHMS = {
-    name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk")]
+    name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk").removesuffix(" drifting")]
     for name in sorted(DROPOUT | BATCHNORM)
 } | OTHERS
 
@@ -57,7 +69,10 @@ ALGORITHMS = {
 def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     """Train, save a checkpoint after some rounds, test, and return all that is known."""
     algorithm, make = ALGORITHMS[name], dropout_client if name in DROPOUT else batchnorm_client
-    data = small_data(cohort_size=4, dropout=0.2, holdout_clients=0.2, eval_chunk=3)
+    options_of_data = {"cohort_size": 4, "dropout": 0.2, "holdout_clients": 0.2, "eval_chunk": 3}
+    data: FederatedDataModule = small_data(**options_of_data)
+    if name == DRIFTING:
+        data = KnownClusters(data, 2, moves={1: 0.5, 3: 0.5}, batch_size=4, **options_of_data)
     client, memory = (
         make(failing_at_the_end(algorithm.client)),
         "disk" if name == ON_DISK else "ram",

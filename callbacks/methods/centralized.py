@@ -39,10 +39,19 @@ class PooledData(WrappedData):
                 "samples(client, split)"
             )
         self.owners = data.train_clients.tolist()
-        # Where samples are on other machines, this raises.
-        parts = [data.samples(owner, "train") for owner in self.owners or [0]]
-        self._pool = tree_map(lambda *leaves: torch.cat(leaves), *parts)
+        self._pool = self._read(data)
         super().__init__(data, **EVERYBODY)
+
+    def _read(self, data: FederatedDataModule) -> Any:
+        """Return all training samples together. Where they are on other machines, this raises."""
+        parts = [data.samples(owner, "train") for owner in self.owners or [0]]
+        return tree_map(lambda *leaves: torch.cat(leaves), *parts)
+
+    def at_round(self, round: int) -> None:
+        """Pool the samples that the owners have in a round."""
+        super().at_round(round)
+        if self.drifts:
+            self._pool = self._read(self.data)
 
     def _pooled(self, values: Tensor) -> Tensor:
         """Return clients' rows ``[num_clients, ...]`` with their sum in the first owner's row."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pflight.options import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, derive_seed
-from pflight.runs.distributed import gather
+from pflight.runs.distributed import all_max, gather, owned
 from pflight.states.state import expand_state, stack_states
 from pflight.states.updates import ClientUpdates
 
 from .clustering import Linkage, bipartition
+from .gradients import check_losses
 from .multi_center import MultiCenter
 from .registry import Method
 
@@ -70,6 +71,9 @@ class CFL(MultiCenter):
         warmup: Number of first rounds without tests. Their updates don't count.
         weighting: Weights of clients in the mean update, ``"uniform"`` or ``"samples"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+        reassign: Whether the clients of a round choose their cluster anew, by the lowest loss of
+            all clusters' models on their training samples. They are then sent all these models. It
+            is for clients that move to another group. Not in the paper.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 for those that don't
@@ -103,27 +107,50 @@ class CFL(MultiCenter):
         warmup: NonNegativeInt = 20,
         weighting: Literal["uniform", "samples"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        reassign: bool = False,
     ) -> None:
         super().__init__(1, buffers=buffers, weighting=weighting)
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
         self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
+        self.reassign = reassign
 
     def setup_server(self) -> None:
         """Make one model, for all clients that can train."""
         self.add_state("num_clusters", 1)
         super().setup_server()
+        if self.reassign:
+            check_losses(self.clients.module, "CFL with reassign=True")
         self.add_state("splits", [], kind=Split)
         self.add_state("_changes", {}, on_cpu=True)  # updates since the last test, by client
         self.assignments[self.clients.trainable] = 0
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients that joined since the last one descend the tree first."""
-        clients = cohort.cpu()
+        before, clients = self.assignments.clone(), cohort.cpu()
         able = torch.isin(clients, self.clients.trainable)
         late = clients[able & (self.assignments[clients] < 0)]
         if len(late):
             self.assignments[late] = self.descend_tree(late.to(cohort.device))
+        if self.reassign and self.splits:
+            self._choose_anew(cohort)
         super().round(cohort)
+        if self.reassign:
+            self.log_clusters(before)
+
+    def _choose_anew(self, cohort: Tensor) -> None:
+        """Put the clients of a round into the clusters whose models have the lowest loss."""
+        mine, chosen = owned(cohort), torch.full_like(self.assignments, -1)
+        if len(mine):
+            for k in range(1, self.num_clusters):  # besides the one from which each will train
+                sent = self.server.expand(k, self.sent_names, len(mine))
+                self.clients.count_aside(mine, sent)
+            chosen[mine.cpu()] = self.lowest_loss(mine)
+        chosen = all_max(chosen)
+        moved = (chosen >= 0) & (chosen != self.assignments)
+        self.assignments[moved] = chosen[moved]
+        for client in moved.nonzero().flatten().tolist():
+            self._changes.pop(client, None)  # of another cluster's model
 
     def on_round_start(self) -> None:
         """Start a round without updates."""
@@ -227,6 +254,10 @@ METHODS = (
         "CFL(eps1, eps2)",
         "its cluster's model",
         manual=True,
-        tested={"": {}, "splitting": {"eps1": 1e3, "eps2": 0, "min_size": 1, "warmup": 0}},
+        tested={
+            "": {},
+            "splitting": {"eps1": 1e3, "eps2": 0, "min_size": 1, "warmup": 0},
+            "reassign": {"eps1": 1e3, "eps2": 0, "min_size": 1, "warmup": 0, "reassign": True},
+        },
     ),
 )

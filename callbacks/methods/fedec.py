@@ -28,6 +28,7 @@ class FedEC(Reptile):
         lr: As in :class:`Reptile`.
         decay: As in :class:`Reptile`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+        forget: As in :class:`~pflight.models.client_methods.Elastic`, for data that drift.
 
     Raises:
         ConfigurationError: If an option is out of range, or the constraint is ``"kl"`` and the
@@ -52,15 +53,23 @@ class FedEC(Reptile):
         lr: float = 1.0,
         decay: Literal["linear"] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        forget: bool = False,
     ) -> None:
         super().__init__(weighting, lr, decay, buffers)
         client_method = self.use_client_method(Elastic, alpha=alpha)
-        client_method.constraint = constraint
-        self.chooses_client_method |= constraint != "kl"
+        client_method.constraint, client_method.forget = constraint, forget
+        self.chooses_client_method |= constraint != "kl" or forget
 
 
 METHODS = (
-    Method("FedEC", FedEC, "FedEC(alpha)", "its own model"),
+    Method(
+        "FedEC",
+        FedEC,
+        "FedEC(alpha)",
+        "its own model",
+        tested={"": {}, "forget": {"forget": True}},
+    ),
     Method(
         "FedEC-l2",
         FedEC,

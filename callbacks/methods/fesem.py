@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -19,7 +19,7 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described
 from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
-from pflight.options import PositiveInt, check_range, checked
+from pflight.options import Interval, PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.runs.distributed import all_max, all_sum
 from pflight.server_callback import ServerCallback
@@ -104,6 +104,10 @@ class FeSEM(ClusteredMethod):
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
             value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
+        reassign: For clients that move to another group. If a client's distance to the nearest
+            center is over ``reassign`` times that of its last participation, it loses its cluster,
+            and its update does not count. Until and in its next participation, it finds its center
+            as ``newcomers`` do. ``None`` keeps all clusters. Not in the paper.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
@@ -122,6 +126,7 @@ class FeSEM(ClusteredMethod):
     tag = "fesem"
 
     initialized: bool
+    last_distances: Tensor
     selection: ClusterSelection | None
 
     def __init__(
@@ -139,6 +144,7 @@ class FeSEM(ClusteredMethod):
         *,
         mu: float | None = None,
         scaling: Literal["plain", "eq7"] = "eq7",
+        reassign: Annotated[float, Interval("(1, inf)")] | None = None,
     ) -> None:
         check_candidates(candidates, criterion)
         counts = {} if num_clusters == "auto" else {"num_clusters": num_clusters}
@@ -166,6 +172,7 @@ class FeSEM(ClusteredMethod):
         self.candidates = candidates
         self.criterion = criterion
         self.newcomers = newcomers
+        self.reassign = reassign
         self.automatic = num_clusters == "auto"
         self.start: Mapping[int, int] = {}
         self.one_model = False
@@ -191,6 +198,9 @@ class FeSEM(ClusteredMethod):
         self.add_state("one_model", self.one_model and not self.automatic)
         self.add_state("initialized", self.centers is not None or self.one_model)
         self.add_state("found", torch.full_like(self.assignments, -1), on_cpu=True)
+        if self.reassign is not None:
+            unknown = torch.full_like(self.assignments, -1, dtype=torch.double)
+            self.add_state("last_distances", unknown, on_cpu=True)
         if self.newcomers == "loss":
             check_losses(self.clients.module, "FeSEM with newcomers='loss'")
         self.add_state("selection", None, kind=ClusterSelection)
@@ -220,19 +230,28 @@ class FeSEM(ClusteredMethod):
         if self.one_model:
             return torch.zeros(len(clients), dtype=torch.long)
         centers = super().centers_of(clients)
-        if not self.initialized or self.clients.current.goes_on or self.newcomers == "mean":
+        if not self.initialized or self.newcomers == "mean":
+            return centers
+        if self.clients.current.goes_on:
+            new = centers < 0
+            if self.reassign is not None and new.any():
+                centers[new] = self._find(clients[new.to(clients.device)])
             return centers
         if self.clients.data is None:
             return torch.where(centers < 0, self.found[clients.cpu()], centers)
-        by_loss = self.newcomers is None and self.clients.module.automatic_optimization
-        by_loss |= self.newcomers == "loss"
-        return self.found_by(clients, self._fitting if by_loss else self._nearest)
+        return self.found_by(clients, self._find)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keep which centers newcomers found, on all ranks, for when there is no data."""
         self.found = all_max(self.looked)
 
     on_test_epoch_end = on_validation_epoch_end
+
+    def _find(self, clients: Tensor) -> Tensor:
+        """Return the center that each client ``[C]`` finds, -1 if none."""
+        by_loss = self.newcomers is None and self.clients.module.automatic_optimization
+        by_loss |= self.newcomers == "loss"
+        return self._fitting(clients) if by_loss else self._nearest(clients)
 
     def _fitting(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest training loss of each client ``[C]``, -1 if none."""
@@ -254,11 +273,15 @@ class FeSEM(ClusteredMethod):
         """Start a mean for each center, and the sum of the distances."""
         super().on_round_start()
         self._distances = torch.zeros(2, dtype=torch.double)  # their sum, and how many
+        self._measured = torch.full_like(self.assignments, -1, dtype=torch.double)
 
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest sent center, and add it to the mean."""
         smallest, clusters = self._to_nearest(updates)
         self._add_distances(smallest)
+        if self.reassign is not None and not self.one_model:
+            stays = ~self._left(updates.clients, smallest)
+            updates, clusters = updates.where(stays), clusters[stays]
         self.assign(updates, clusters)
 
     def client_weights(self, clients: Tensor) -> Tensor:
@@ -266,6 +289,24 @@ class FeSEM(ClusteredMethod):
         if self.one_model:
             return self.clients.weights_of(clients)
         return super().client_weights(clients)
+
+    def _left(self, clients: Tensor, smallest: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that have left their cluster, by their distances."""
+        ids, distances = clients.cpu(), smallest.double().cpu()
+        last = self.last_distances[ids]
+        left = (last >= 0) & (distances > (self.reassign or 1) * last)
+        self._measured[ids] = torch.where(left, torch.inf, distances)
+        return left.to(clients.device)
+
+    def update_assignments(self, assigned: Tensor) -> None:
+        """Store the clusters assigned by all ranks, and forget those of clients that left."""
+        if self.reassign is not None:
+            measured = all_max(self._measured)
+            left, known = measured.isinf(), measured.isfinite() & (measured >= 0)
+            self.last_distances[known] = measured[known]
+            self.last_distances[left] = -1
+            self.assignments[left] = -1
+        super().update_assignments(assigned)
 
     def _add_distances(self, smallest: Tensor) -> None:
         """Add the clients' distances ``[C]`` to the objective."""
@@ -430,6 +471,7 @@ METHODS = (
                 "criterion": "held_out",
                 "mu": 0.1,
             },
+            "reassign": {"num_clusters": 2, "reassign": 1.01},
         },
     ),
     Method(

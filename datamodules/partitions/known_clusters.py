@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from pflight.errors import ConfigurationError
 from pflight.options import PositiveFloat, PositiveInt, checked
 from pflight.randomness import Purpose, generator
 
-Difference = Literal["labels", "rotation", "features"]
+from .group_moves import GroupMoves, check_moves
+
+Change = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""A function of features ``[n, ...]``, labels ``[n]`` and a cluster. It returns as many changed
+features and labels, the same ones each time."""
+Difference = Literal["labels", "rotation", "features"] | Change
 
 
 @checked
@@ -35,6 +40,10 @@ class KnownClusters(FederatedDataModule):
     * ``features``: one offset is added to all samples, an independent normal number of standard
       deviation ``shift`` for each feature, like the fixed pattern of a sensor.
 
+    For any other difference, give a function of features, labels and the cluster. With ``moves``,
+    clients change their clusters. They keep their samples, which are then changed as in the new
+    cluster, in all splits.
+
     The wrapped data, with their partition and seed, decide what each client holds. Cohorts,
     batches, newcomers and augmentation follow the options given here, not those of the wrapped
     data. A newcomer there without training samples is one here, too.
@@ -42,8 +51,11 @@ class KnownClusters(FederatedDataModule):
     Args:
         data: The data of the clients.
         num_clusters: Number of clusters.
-        difference: What differs between clusters: ``labels``, ``rotation`` or ``features``.
+        difference: What differs between clusters: ``labels``, ``rotation`` or ``features``, or a
+            function ``(x, y, cluster)`` that returns the changed ``(x, y)``, for cluster 0 as well.
         shift: Standard deviation of the offsets, in units of the features; for ``features`` only.
+        moves: From a round to the share of the clients that move to another cluster in it, as in
+            :class:`GroupMoves`; by default none ever moves.
         **kwargs: Further arguments of :class:`FederatedDataModule`. ``seed`` also draws the
             clusters and their differences.
 
@@ -71,13 +83,18 @@ class KnownClusters(FederatedDataModule):
         num_clusters: PositiveInt = 4,
         difference: Difference = "labels",
         shift: PositiveFloat = 1.0,
+        *,
+        moves: dict[int, float] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes=None, **kwargs)
+        check_moves(moves or {})
         self.data = data
         self.num_clusters = num_clusters
         self.difference = difference
         self.shift = shift
+        self.moves = moves or {}
+        self._round = 0
 
     @property
     def num_clients(self) -> int:  # type: ignore[override]
@@ -99,11 +116,27 @@ class KnownClusters(FederatedDataModule):
         """Pixel values outside an image of the wrapped data."""
         return self.data.fill
 
-    @cached_property
+    @property
     def clusters(self) -> Tensor:  # type: ignore[override]
-        """The cluster of each client, ``[num_clients]``; known after ``setup``."""
+        """The current cluster of each client, ``[num_clients]``; known after ``setup``."""
+        return self._memberships.at(self._round)
+
+    @cached_property
+    def _memberships(self) -> GroupMoves:
+        """The clusters of all rounds."""
         random = generator(Purpose.PARTITION, self.seed, 3)
-        return torch.randperm(self.num_clients, generator=random) % self.num_clusters
+        first = torch.randperm(self.num_clients, generator=random) % self.num_clusters
+        return GroupMoves(first, self.moves, self.seed)
+
+    @property
+    def drifts(self) -> bool:
+        """Whether clients move, or the wrapped data depend on the round."""
+        return bool(self.moves) or self.data.drifts
+
+    def at_round(self, round: int) -> None:
+        """Put clients into the clusters that they have in a round."""
+        self._round = round
+        self.data.at_round(round)
 
     @cached_property
     def new_clients(self) -> Tensor:
@@ -126,6 +159,8 @@ class KnownClusters(FederatedDataModule):
         """See :meth:`FederatedDataModule.samples`."""
         x, y = self.data.samples(client, split)
         cluster = int(self.clusters[client])
+        if not isinstance(self.difference, str):
+            return self.difference(x, y, cluster)
         if self.difference == "labels":
             return x, self._relabelled(y, cluster)
         if self.difference == "features":
@@ -140,15 +175,19 @@ class KnownClusters(FederatedDataModule):
 
     def labels(self, client: int, split: Split) -> Tensor:
         """See :meth:`FederatedDataModule.labels`."""
+        if not isinstance(self.difference, str):
+            return self.samples(client, split)[1]
         y = self.data.labels(client, split)
         return self._relabelled(y, int(self.clusters[client])) if self.difference == "labels" else y
 
     def fingerprint(self) -> Tensor:
         """Return checksums of the wrapped data's fingerprints, the clusters and the labels."""
-        kind = get_args(Difference).index(self.difference)
+        kinds = "labels", "rotation", "features"
+        kind = kinds.index(self.difference) if isinstance(self.difference, str) else len(kinds)
         drawn = checksum_of(torch.tensor([kind, self.shift, self.seed], dtype=torch.double))
         differences = torch.full_like(self.clusters, drawn)
-        own = self.clusters, differences, super().fingerprint()
+        clusters = self._memberships.checksum() if self.moves else self.clusters
+        own = clusters, differences, super().fingerprint()
         return joined(self.data.fingerprint(), *own)
 
     def _relabelled(self, y: Tensor, cluster: int) -> Tensor:
@@ -179,12 +218,15 @@ class KnownClusters(FederatedDataModule):
         return torch.randn(self.num_clusters, *shape, generator=random, dtype=torch.float64)
 
     def _check(self) -> None:
-        """Raise unless there are enough clients, and the difference fits the data."""
+        """Raise unless there are enough clients, who can move, and the difference fits the data."""
         if self.num_clusters > self.num_clients:
             raise ConfigurationError(
                 f"num_clusters is {self.num_clusters}, but there are only {self.num_clients} "
                 "clients"
             )
+        _ = self._memberships
+        if not isinstance(self.difference, str):
+            return
         if self.difference == "labels":
             if not self.data.knows_classes:
                 raise ConfigurationError(

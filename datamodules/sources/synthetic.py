@@ -216,7 +216,7 @@ class ClusteredSynthetic(KnownClusters):
 
     Args:
         num_clusters: Number of clusters.
-        difference: What differs between clusters: ``labels``, ``rotation`` or ``features``.
+        difference: As in :class:`KnownClusters`.
         shift: Standard deviation of the clusters' offsets; for ``features`` only.
         num_clients: Number of clients.
         samples_per_client: Samples of each client.
@@ -226,7 +226,7 @@ class ClusteredSynthetic(KnownClusters):
         val_fraction: Share of each client's samples for validation.
         test_fraction: Share of each client's samples for testing.
         seed: Seed of the data, the clusters, the cohorts and the order of the samples.
-        **kwargs: Further arguments of :class:`FederatedDataModule`.
+        **kwargs: Further arguments of :class:`KnownClusters`, such as ``moves``.
 
     Raises:
         ConfigurationError: An option is out of its range.

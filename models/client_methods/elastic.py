@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning import LightningModule
+from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.local_client import LocalClient
+from pflight.engines.passes import Loss
+from pflight.local_client import LocalClient, LocalWork
 from pflight.method import ClientMethod
 from pflight.modifiers import CONSTRAINT, check_classes, to_history, to_predictions
 from pflight.options import NonNegativeFloat, checked
+from pflight.states.updates import Kept
 
 
 @checked
@@ -33,7 +36,9 @@ class Elastic(ClientMethod):
         alpha: Weight of the constraint; 0 gives plain training.
         constraint: ``"kl"``, ``"l2"`` or ``None``. ``"kl"`` needs a module with a ``forward`` that
             gives logits.
-
+        forget: Whether a client trains without the constraint if its historical model has a higher
+            loss on its training samples than the model from which it starts. So a client whose data
+            have changed has no wrong teacher. It compares them before it trains. Not in the paper.
 
     References:
         Lan et al., Elastically-Constrained Meta-Learner for Federated Learning, 2023,
@@ -45,10 +50,14 @@ class Elastic(ClientMethod):
     notes = (CONSTRAINT,)
 
     def __init__(
-        self, alpha: NonNegativeFloat = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
+        self,
+        alpha: NonNegativeFloat = 1.0,
+        constraint: Literal["kl", "l2"] | None = "kl",
+        forget: bool = False,
     ) -> None:
         self.alpha = alpha
         self.constraint = constraint
+        self.forget = forget
 
     def check(self, module: LightningModule) -> None:
         """Raise if the divergence is chosen for a module without classes."""
@@ -66,6 +75,21 @@ class Elastic(ClientMethod):
             return super().loss(c, batch)
         loss, logits = c.task_loss_and_logits(batch)
         return loss + to_predictions(c, logits, c.memory, self.alpha)
+
+    def recall(self, work: LocalWork, clients: Tensor, starts: TensorDict, kept: Kept) -> Kept:
+        """Return the historical models ``[C]``; with ``forget``, those that fit a client's data."""
+        asked = kept.seen.nonzero().flatten()
+        if not self.forget or not len(asked):
+            return kept
+        chosen = asked.to(clients.device)
+        own, sent = clients[chosen], starts[chosen]
+        history = sent.copy().update(work.remembered(own, sent).states)
+        before, now = (work.run(Loss("train"), own, states) for states in (history, sent))
+        seen = kept.seen.clone()
+        for row, old, new in zip(asked.tolist(), before, now, strict=True):
+            if old and new and old["loss"] > new["loss"]:
+                seen[row] = False
+        return kept._replace(seen=seen)
 
     @property
     def only_adds(self) -> bool:

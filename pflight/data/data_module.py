@@ -137,6 +137,23 @@ class FederatedDataModule(L.LightningDataModule):
         """Check the options against the data; calling it again changes nothing."""
         _ = self.cohorts
 
+    def at_round(self, round: int) -> None:
+        """Give clients the data that they have in a round; by default they always have the same.
+
+        A subclass for data that drift defines it. A federation calls it before each round, before
+        each evaluation with the round that has ended, and with 0 before the first. It may be called
+        with any round at any time, on each rank. Then all other methods return what belongs to that
+        round. A client's numbers of samples, newcomers and cohorts must not change.
+
+        Args:
+            round: Index of the communication round.
+        """
+
+    @property
+    def drifts(self) -> bool:
+        """Whether clients' data depend on the round: whether :meth:`at_round` is defined."""
+        return type(self).at_round is not FederatedDataModule.at_round
+
     @property
     def holds_tensors(self) -> bool:
         """Whether :meth:`samples` is defined; otherwise only :meth:`batches` gives samples."""
@@ -210,10 +227,10 @@ class FederatedDataModule(L.LightningDataModule):
         """Return a number for each client that identifies its samples, ``[num_clients]``.
 
         A run can be resumed only with the data that it began with: equal sample counts and equal
-        fingerprints. By default a fingerprint is a checksum of the client's labels in their order.
-        If a subclass defines :meth:`num_samples` but not :meth:`labels`, so that reading labels
-        costs as much as reading features, all are 0. A subclass can return something better, such
-        as checksums of its files.
+        fingerprints, both of round 0. By default a fingerprint is a checksum of the client's labels
+        in their order. If a subclass defines :meth:`num_samples` but not :meth:`labels`, so that
+        reading labels costs as much as reading features, all are 0. A subclass can return something
+        better, such as checksums of its files.
         """
         own = type(self)
         counts_alone = own.num_samples is not FederatedDataModule.num_samples

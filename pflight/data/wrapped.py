@@ -69,6 +69,15 @@ class WrappedData(FederatedDataModule):
         names = self.data.client_names
         return [names[self.origin(i)] for i in range(self.num_clients)] if len(names) else ()
 
+    def at_round(self, round: int) -> None:
+        """See :meth:`FederatedDataModule.at_round`."""
+        self.data.at_round(round)
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the wrapped data depend on the round."""
+        return self.data.drifts
+
     @property
     def holds_tensors(self) -> bool:
         """Whether the wrapped data are tensors."""

@@ -309,6 +309,7 @@ class Node:
         """Check that both sides agree, and return the description of the client."""
         check_agreement(self.agreement, request.agreement, "the server")
         place = self.data.place
+        self.clients.at_round(0)
         sizes = {f"samples.{s}": int(self.data.num_samples(s)[place]) for s in SPLITS}
         salted = torch.tensor([self._salt(), int(self.data.fingerprint()[place])])
         counted = self.clients.attached_engine.setup.task is not None
@@ -360,6 +361,7 @@ class Node:
             raise MessageError(f"{quoted(refused[0])} is not among what leaves this node")
         clients.current = CurrentRound(Round(request.round, []))
         clients.rounds_so_far = request.rounds
+        clients.at_round(request.round)
         mean = request.mean_samples or math.nan  # sent only if the method needs it
         clients.attached_engine.setup.mean_samples = mean
         seat.models, seat.sent, seat.judged = models, sent, judged

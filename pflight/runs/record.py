@@ -105,6 +105,8 @@ class RunRecord:
         clients.traffic = Traffic(clients.history)
         if clients.history:
             clients.current.entry = clients.history[-1]  # named in messages
+        if clients.data is not None:
+            clients.at_round(clients.last_round)
         mine = owned(torch.arange(clients.num_clients)).tolist()
         clients.memory.load(record["memory"], clients=set(mine))
 
@@ -142,6 +144,7 @@ class RunRecord:
     def _record_of_data(self) -> dict[str, Any] | None:
         if self._data is None and self.clients.data is not None:
             self._data = record_of(self.clients.data)
+            self.clients.at_round(self.clients.data_round)
         return self._data
 
     def _check_same_data(self, saved: dict[str, Any] | None) -> None:

@@ -20,9 +20,12 @@ _NAMED = 5  # clients
 def record_of(data: FederatedDataModule) -> dict[str, Any]:
     """Return a record that identifies these data, with about ten bytes for each client.
 
+    Data that drift are those of round 0 afterwards.
+
     Raises:
         ConfigurationError: If the data's fingerprint is not a whole number for each client.
     """
+    data.at_round(0)
     fingerprint = data.fingerprint().cpu()
     if fingerprint.shape != (data.num_clients,) or fingerprint.is_floating_point():
         raise ConfigurationError(

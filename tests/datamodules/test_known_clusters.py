@@ -197,7 +197,7 @@ def test_reading_before_setup_says_so():
     ("options", "message"),
     [
         ({"num_clusters": 0}, "num_clusters must be at least 1, got 0"),
-        ({"difference": "colours"}, "difference must be 'labels', .* or 'features', got 'colo"),
+        ({"difference": "colours"}, "difference must be 'labels', .* or a function, got 'colo"),
         ({"shift": 0.0}, "shift must be over 0, got 0.0"),
     ],
 )
