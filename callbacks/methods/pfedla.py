@@ -138,9 +138,10 @@ class PFedLA(StoredModels):
             name: index for index, names in enumerate(self.layers.values()) for name in names
         }
         if self.retain > len(self.layers):
+            hint = ", since granularity is 'model'" if self.granularity == "model" else ""
             raise ConfigurationError(
-                f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}): "
-                f"{', '.join(self.layers)}"
+                f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}"
+                f"{hint}): {', '.join(self.layers)}"
             )
         with isolated(self.clients.device):
             seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)

@@ -658,6 +658,12 @@ def test_more_layers_retained_than_there_are() -> None:
         run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=4))
 
 
+def test_whole_models_are_one_layer_to_retain() -> None:
+    message = r"retain=2 exceeds the number of layers \(1, since granularity is 'model'\): model"
+    with pytest.raises(ConfigurationError, match=message):
+        run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=2, granularity="model"))
+
+
 def test_one_weight_for_whole_models_is_that_of_one_layer() -> None:
     """With one layer both granularities are the same; with more, a client's weights are equal."""
     runs = [
