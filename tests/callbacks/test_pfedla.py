@@ -644,6 +644,8 @@ class TestWeights:
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
         ({"lr": math.nan}, "lr must be a finite number, got nan"),
+        ({"neighbours": 0}, "neighbours must be at least 1, got 0"),
+        ({"sketch_dim": 0}, "sketch_dim must be at least 1, got 0"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
