@@ -1,12 +1,15 @@
 """What pFedLA costs on the server, and whose models weigh most in its mixtures.
 
     python benchmarks/pfedla.py time
+    python benchmarks/pfedla.py sparse
     python benchmarks/pfedla.py chain digits
     python benchmarks/pfedla.py steps --root data
 
 ``time`` measures the server's part of rounds in which all clients take part, with the CNN of the
 paper's tables: medians of the seconds in which it mixes models, multiplies what clients have
-changed with the stored models, and steps the hypernetworks. ``chain`` has eight clients with four
+changed with the stored models, and steps the hypernetworks. ``sparse`` measures the same with
+neighbours, by the size of the cohort and the number of clients, and the memory of the whole
+process. ``chain`` has eight clients with four
 classes each, of which neighbours share three, as in figure 6 of the paper, and says what a client's
 own model, those of its neighbours and those of clients with none of its classes weigh. Where all
 weigh the same it is 1/8. ``steps`` tries rules and sizes of the hypernetworks' step on four data
@@ -16,6 +19,7 @@ sets: the paper's step, the one that is divided by the square of a layer's chang
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections import defaultdict
@@ -138,8 +142,10 @@ class TimedFederation(Federation):
 class TimedPFedLA(PFedLA):
     """Says which part of a round it is at."""
 
-    def __init__(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
-        super().__init__()
+    def __init__(
+        self, timed: Callable[[str], AbstractContextManager[None]], neighbours: int | None = None
+    ) -> None:
+        super().__init__(neighbours=neighbours)
         self.timed = timed
 
     def broadcast(self, clients: Tensor) -> TensorDict:
@@ -174,6 +180,26 @@ def print_times(options: argparse.Namespace) -> None:
         parts += [[whole - sum(some) for whole, *some in zip(server, *parts, strict=True)], server]
         cells = [f"{statistics.median(part):.3f}" for part in parts]
         print(f"| {count} | {' | '.join(cells)} | {min(server):.3f} |", flush=True)
+
+
+def print_sparse_times(options: argparse.Namespace) -> None:
+    """Print the seconds of a round's server part by clients and cohort, and the memory used."""
+    print("| clients | cohort | server | least | training | GB in use at most |")
+    print("|---|---|---|---|---|---|")
+    for count in options.clients:
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(count, 2, 64, generator=random)
+        train = [(own, torch.tensor([0, client % 10])) for client, own in enumerate(x)]
+        for cohort in options.cohorts:
+            federation = TimedFederation(Classifier(MLP(64, [64], 10), num_classes=10))
+            data = TensorClients(train, num_classes=10, cohort_size=cohort)
+            fit(federation, TimedPFedLA(federation.timed, options.neighbours), data, options.rounds)
+            rounds = federation.rounds[1:]  # the first warms up
+            server = [times["round"] - times["training"] for times in rounds]
+            trained = statistics.median(times["training"] for times in rounds)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+            cells = f"{statistics.median(server):.3f} | {min(server):.3f} | {trained:.3f}"
+            print(f"| {count} | {cohort} | {cells} | {peak:.2f} |", flush=True)
 
 
 def print_steps(options: argparse.Namespace) -> None:
@@ -219,8 +245,10 @@ def print_chain(options: argparse.Namespace) -> None:
     for lr in options.steps:
         totals: dict[str, Tensor] = {}
         for seed in range(options.seeds):
-            data = task.data(partition=chain, num_clients=8, batch_size=10, seed=seed)
-            server = PFedLA(options.retain, options.weights, lr=lr)
+            clients = {"num_clients": 8, "cohort_size": options.cohort}
+            data = task.data(partition=chain, batch_size=10, seed=seed, **clients)
+            sparse = {} if options.neighbours is None else {"neighbours": options.neighbours}
+            server = PFedLA(options.retain, options.weights, lr=lr, **sparse)
             torch.manual_seed(seed)
             optimizer = partial(torch.optim.SGD, lr=task.lr)
             client = Classifier(task.network(), 10, optimizer=optimizer)
@@ -244,12 +272,20 @@ def main() -> None:
     timing.add_argument("--clients", type=int, nargs="+", default=[10, 100])
     timing.add_argument("--rounds", type=int, default=11)
     timing.set_defaults(run=print_times)
+    sparse = commands.add_parser("sparse")
+    sparse.add_argument("--clients", type=int, nargs="+", default=[2000, 20000])
+    sparse.add_argument("--cohorts", type=int, nargs="+", default=[50, 100, 200])
+    sparse.add_argument("--neighbours", type=int, default=5)
+    sparse.add_argument("--rounds", type=int, default=11)
+    sparse.set_defaults(run=print_sparse_times)
     chain = commands.add_parser("chain")
     chain.add_argument("task", choices=["digits", "fashion_mnist"])
     chain.add_argument("--root", default="data", help="folder of the Fashion-MNIST files")
     chain.add_argument("--steps", type=float, nargs="+", default=[0.005, 0.05, 0.5, 5.0])
     chain.add_argument("--retain", type=int, default=0)
     chain.add_argument("--weights", choices=["softmax", "relu_norm"], default="softmax")
+    chain.add_argument("--neighbours", type=int, help="of sparse mixtures; by default all models")
+    chain.add_argument("--cohort", type=int, help="clients in a round; by default all")
     chain.add_argument("--rounds", type=int, default=50)
     chain.add_argument("--seeds", type=int, default=3)
     chain.set_defaults(run=print_chain)

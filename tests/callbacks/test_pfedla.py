@@ -644,6 +644,8 @@ class TestWeights:
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
         ({"lr": math.nan}, "lr must be a finite number, got nan"),
+        ({"neighbours": 0}, "neighbours must be at least 1, got 0"),
+        ({"sketch_dim": 0}, "sketch_dim must be at least 1, got 0"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
@@ -656,6 +658,12 @@ def test_more_layers_retained_than_there_are() -> None:
         ConfigurationError, match=r"retain=4 exceeds .* \(3\): network.0, network.1"
     ):
         run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=4))
+
+
+def test_whole_models_are_one_layer_to_retain() -> None:
+    message = r"retain=2 exceeds the number of layers \(1, since granularity is 'model'\): model"
+    with pytest.raises(ConfigurationError, match=message):
+        run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=2, granularity="model"))
 
 
 def test_one_weight_for_whole_models_is_that_of_one_layer() -> None:
