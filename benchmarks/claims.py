@@ -42,11 +42,27 @@ def pairs(spec: Mapping[str, Any]) -> list[Pair]:
     return [tuple(pair) for row in rows for pair in row["pairs"] if pair]
 
 
+def all_published(spec: Mapping[str, Any], column: str, method: str) -> list[str]:
+    """Return the figures that a paper prints of a method, which its title names.
+
+    Args:
+        spec: The experiment's part of ``papers.yaml``.
+        column: Of the paper's table, or one that names it as ``published``.
+        method: The method.
+
+    Returns:
+        Figures in the order of the measures, mostly one.
+    """
+    source = spec["columns"].get(column, {}).get("published", column)
+    figures, title = spec.get("published", {}).get(source, {}), spec["methods"][method]["title"]
+    found = figures.get(title, figures.get(title.split(",")[0], []))
+    several = found if isinstance(found, list) else [found]
+    return [f"{figure:.2f}" if isinstance(figure, float) else figure for figure in several]
+
+
 def published(spec: Mapping[str, Any], column: str, method: str) -> str:
-    """Return what a paper prints of a method, which its title names, or nothing."""
-    figures, title = spec.get("published", {}).get(column, {}), spec["methods"][method]["title"]
-    figure = figures.get(title, figures.get(title.split(",")[0], ""))
-    return f"{figure:.2f}" if isinstance(figure, float) else figure
+    """Return the first of the figures that a paper prints of a method, or nothing."""
+    return next(iter(all_published(spec, column, method)), "")
 
 
 def printed(spec: Mapping[str, Any], column: str, pair: Sequence[str]) -> tuple[float, str] | None:
@@ -187,7 +203,8 @@ def details_table(
         figures: All that is known.
         titles: Of the experiment's measures.
     """
-    source = spec.get("claims", {}).get("published", column)
+    is_printed = column in spec.get("published", {})
+    source = column if is_printed else spec.get("claims", {}).get("published", column)
     lines = [["difference", "paper", *titles]]
     lines.append(["---"] * len(lines[0]))
     for one, other in spec["details"]:

@@ -20,7 +20,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ import lightning as L
 import numpy as np
 import yaml
 from cells import cell
-from claims import ENDS, Figure, claims_table, details_table, pairs, published
+from claims import ENDS, Figure, all_published, claims_table, details_table, pairs
 from lightning.pytorch.callbacks import LambdaCallback
 from numpy.typing import NDArray
 from quiet import quiet
@@ -119,11 +119,13 @@ class Run:
         if not missing:
             return
         experiment = EXPERIMENTS[self.experiment]
-        parts = experiment["columns"][self.column], experiment["methods"][self.method]
+        column, method = experiment["columns"][self.column], experiment["methods"][self.method]
+        settings = [part.get("set", []) for part in (column, method)]
+        settings.append(column.get("of", {}).get(self.method, []))
         command = [
             "fit",
-            *(f"--config=configs/{part['config']}.yaml" for part in parts),
-            *(f"--{setup}" for part in parts for setup in flat(part.get("set", []))),
+            *(f"--config=configs/{part['config']}.yaml" for part in (column, method)),
+            *(f"--{setup}" for setup in flat(settings)),
             *QUIET,
             *options,
             f"--seed_everything={self.seed}",
@@ -193,6 +195,16 @@ def tests_in(folder: Path) -> list[Test]:
 def flat(names: list[Any]) -> list[str]:
     """Return the strings in a list and in the lists in it, which YAML can't join."""
     return [each for name in names for each in (flat(name) if isinstance(name, list) else [name])]
+
+
+def left_out(spec: Mapping[str, Any], column: str) -> list[str]:
+    """Return the methods that a column has only if they are asked for."""
+    return flat(spec["columns"][column].get("without", []))
+
+
+def is_no_reading(spec: Mapping[str, Any], column: str, method: str) -> bool:
+    """Return whether a method, which is a reading of another one's run, is another one here."""
+    return "run" in spec["methods"][method] and method in left_out(spec, column)
 
 
 def judged(cli: FederationCLI, kept: Path | None, adapt: bool) -> Test:
@@ -275,7 +287,7 @@ def measured(run: Run) -> dict[Figure, float]:
     """Return what was measured of a run, for each method whose figures are those of the run."""
     spec, tests, found = EXPERIMENTS[run.experiment], run.tests, {}
     for name, method in spec["methods"].items():
-        if method.get("run", name) == run.method:
+        if method.get("run", name) == run.method and not is_no_reading(spec, run.column, name):
             model = method.get("model", "own")
             values = {
                 measure: mean(MEASURES[measure][1](tests, model)) for measure in spec["measures"]
@@ -316,13 +328,26 @@ def with_interval(mean: float, low: float | None, high: float | None) -> str:
     return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if known else "")
 
 
+def printed_titles(spec: Mapping[str, Any], column: str, titles: Sequence[str]) -> list[str]:
+    """Return the heads of a paper's figures in the table of a column.
+
+    Args:
+        spec: The experiment's part of ``papers.yaml``.
+        column: Has figures of its own, names the column that it takes the place of, or neither.
+        titles: Of the experiment's measures.
+    """
+    if "published" in spec["columns"][column]:
+        return [spec["published_title"]]
+    count = max(len(all_published(spec, column, name)) for name in spec["methods"])
+    return ["paper"] * count if count < 2 else [f"paper, {title}" for title in titles[:count]]
+
+
 def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
     """Return the table of a column, in which a method has a line once a run of it is done."""
     spec = EXPERIMENTS[experiment]
-    is_published = column in spec.get("published", {})
     titles = [MEASURES[measure][0] for measure in spec["measures"]]
-    paper = spec.get("published_title", "paper")
-    head = ["method", *([paper] if is_published else []), *titles, "seeds", "s a round"]
+    papers = printed_titles(spec, column, titles)
+    head = ["method", *papers, *titles, "seeds", "s a round"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, method in spec["methods"].items():
         made: dict[str, list[float]] = {}
@@ -332,8 +357,8 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
         if not made:
             continue
         cells = [method["title"]]
-        if is_published:
-            cells.append(published(spec, column, name))
+        figures_there = all_published(spec, column, name)[: len(papers)]
+        cells += [*figures_there, *[""] * (len(papers) - len(figures_there))]
         found = [made.get(measure, []) for measure in spec["measures"]]
         cells += [cell(values, digits=2) for values in found]
         on_gpu = len(made.get("gpu", []))
@@ -428,15 +453,18 @@ def runs_of(
 ) -> list[Run]:
     """Return the runs of an experiment, by default of all its columns and methods."""
     spec, found = EXPERIMENTS[experiment], []
-    asked = methods or spec["methods"]
-    names = dict.fromkeys(spec["methods"][name].get("run", name) for name in asked)
-    for seed, column, name in product(seeds, columns or spec["columns"], names):
-        if not methods and name in flat(spec["columns"][column].get("without", [])):
-            continue
+    for seed, column in product(seeds, columns or spec["columns"]):
+        without = left_out(spec, column)
+        asked = methods or [name for name in spec["methods"] if name not in without]
+        names = dict.fromkeys(
+            spec["methods"][name].get("run", name)
+            for name in asked
+            if not is_no_reading(spec, column, name)
+        )
         config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
-        rounds = options.rounds or spec.get("rounds")
+        rounds = options.rounds or spec["columns"][column].get("rounds", spec.get("rounds"))
         rounds = rounds or yaml.safe_load(config.read_text())["trainer"]["max_epochs"]
-        found.append(Run(experiment, column, name, seed, options.out, rounds))
+        found += [Run(experiment, column, name, seed, options.out, rounds) for name in names]
     return found
 
 
@@ -446,12 +474,14 @@ def make(options: argparse.Namespace) -> None:
         known = EXPERIMENTS[options.experiment][kind]
         if unknown := {*(getattr(options, kind) or ())} - {*known}:
             raise SystemExit(f"{options.experiment} has no {min(unknown)}: {kind} are {[*known]}")
-    root = [f"data.root={options.root}"] if options.root else []
-    said = [f"--{setup}" for setup in (*root, *options.set)]
-    for run in runs_of(
-        options.experiment, options.columns, options.methods, options.seeds, options
-    ):
-        run.make(said)
+    columns = EXPERIMENTS[options.experiment]["columns"]
+    runs = runs_of(options.experiment, options.columns, options.methods, options.seeds, options)
+    if not runs:
+        raise SystemExit(f"{options.columns} leave out all of {options.methods}")
+    for run in runs:
+        folder = options.root and Path(options.root, columns[run.column].get("folder", ""))
+        root = [f"data.root={folder}"] if folder else []
+        run.make([f"--{setup}" for setup in (*root, *options.set)])
 
 
 def main() -> None:
@@ -466,7 +496,10 @@ def main() -> None:
     running.add_argument("--columns", nargs="+", help="by default all")
     running.add_argument("--methods", nargs="+", help="by default all")
     running.add_argument("--seeds", type=int, nargs="+", default=[0])
-    running.add_argument("--root", help="folder of the data sets, by default data")
+    running.add_argument(
+        "--root",
+        help="folder of the data sets, by default data; LEAF's are in its femnist and celeba",
+    )
     running.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
     running.set_defaults(do=make)
     writing.add_argument(

@@ -94,6 +94,38 @@ def test_every_experiment_is_of_configurations_that_exist(papers: Any, claims: A
         assert {*spec.get("claims", {}).get("measures", [])} <= {*spec["measures"]}
         for one, other in spec.get("differences", []):
             assert all("config" in spec["methods"][method] for method in (one, other))
+        for column in spec["columns"].values():
+            assert {*papers.flat(column.get("without", []))} <= {*spec["methods"]}
+            assert {*column.get("of", {})} <= {*spec["methods"]}
+            assert "published" not in column or column["published"] in spec["published"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "lines", "cells"),
+    [("fedec", 13, 13 * 6), ("pfedla", 12, 10 * 8 + 9 * 8 + 3), ("fesem", 14, 14 * 2 * 4)],
+)
+def test_every_column_line_and_figure_of_the_papers_is_there(
+    papers: Any, experiment: str, lines: int, cells: int
+) -> None:
+    spec = papers.EXPERIMENTS[experiment]
+    configs = papers.CONFIGS / "paper" / experiment
+    shipped = {f"paper/{experiment}/{path.stem}" for path in configs.glob("*.yaml")}
+    printed = {
+        spec["columns"][column]["config"]: figures for column, figures in spec["published"].items()
+    }
+    assert printed.keys() == shipped
+    assert len({title for figures in printed.values() for title in figures}) == lines
+    several = [
+        len(figure) if isinstance(figure, list) else 1
+        for figures in printed.values()
+        for figure in figures.values()
+    ]
+    assert sum(several) == cells
+    # Each has a run in its column unless it is asked not to be made.
+    for column, figures in spec["published"].items():
+        without = papers.left_out(spec, column)
+        made = {method["title"] for name, method in spec["methods"].items() if name not in without}
+        assert {*figures} <= made | {title.split(",")[0] for title in made}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
