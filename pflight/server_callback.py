@@ -125,7 +125,7 @@ class ServerCallback(L.Callback):
         """Name an algorithm after its class, unless it says otherwise; add the options of all."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            further = {"modifiers": (Modifiers, None)}
+            further: dict[str, tuple[Any, Any]] = {"modifiers": (Modifiers, None)}
             further |= {"aggregate": (Aggregate, "factors")} if cls.aggregates else {}
             cls.__init__ = _with_options(cls.__init__, further)  # type: ignore[method-assign]
         if "algorithm_name" not in vars(cls):

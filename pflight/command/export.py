@@ -44,14 +44,14 @@ class _Export(FederationCLI):
         quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
         super().__init__([*args, *quiet, f"--ckpt_path={checkpoint}"])
 
-    def validate(self, ckpt_path: str, **kwargs: Any) -> None:
+    def validate(self, **kwargs: Any) -> None:
         """Write the models instead."""
         if not isinstance(self.model, Federation):
             raise ConfigurationError("only runs of a Federation can be exported")
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         method = next((one for one in callbacks if isinstance(one, ServerCallback)), None)
         federation = Federation.load_from_checkpoint(
-            ckpt_path, client=self.model.client, callback=method
+            kwargs["ckpt_path"], client=self.model.client, callback=method
         )
         client, server = self._chosen
         if server is not None:
