@@ -696,9 +696,18 @@ class TestEvaluation:
 
     @pytest.mark.long
     def test_newcomers_have_a_row(self, capsys):
-        pflight("fit", "--data.holdout_clients=0.34", rounds=1)
-        pflight("test", "--data.holdout_clients=0.34", "--ckpt_path=last")
-        assert "newcomers: used" in capsys.readouterr().out
+        held_out = "--data.holdout_clients=0.34"
+        pflight("fit", held_out, rounds=1)
+        losses = []
+        for more in ((), ("--model.newcomer_epochs=9",)):
+            pflight("test", held_out, "--ckpt_path=last", *more)
+            assert "newcomers: used" in capsys.readouterr().out
+            with Path("run/clients.csv").open() as file:
+                losses.append({row["client"]: row for row in csv.DictReader(file)})
+        for client, row in losses[0].items():
+            after = float(losses[1][client]["loss"])
+            assert (after < float(row["loss"])) == (row["newcomer"] == "yes")
+            assert after == float(row["loss"]) or row["newcomer"]
 
     @pytest.mark.long
     def test_finetuned_models_have_a_row(self, capsys):
@@ -870,9 +879,10 @@ class TestConfigs:
     def test_centralized_training(self, capsys):
         config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
         main(["fit", *config])
-        scalars = read_events("runs/centralized").scalars
+        events = read_events("runs/centralized")
+        scalars, values = events.scalars, events.values
         assert {"train/loss", "val/acc", "val/loss", "val/micro_f1", "val/macro_f1"} <= set(scalars)
-        assert scalars["val/micro_acc"] == pytest.approx(scalars["val/acc"])  # of all samples
+        assert values["val/micro_acc"] == pytest.approx(values["val/acc"])  # of all samples
         main(["fit", *config, "--ckpt_path=last", "--trainer.max_epochs=3"])
         steps = read_events("runs/centralized").scalars["val/acc"]
         assert steps[:2] == scalars["val/acc"]
