@@ -140,11 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     options = parser.parse_args(arguments)
     folder = options.model or minilm()
     data = readers(options.root, folder, options.plays, options.passages)
-    found = {
-        name: fitted(METHODS[name](), data, folder, options.rounds) for name in options.methods
-    }
-    for name, accuracy in found.items():
-        print(f"{name:12}{accuracy:6.1%}")
+    found = {}
+    for name in options.methods:
+        found[name] = fitted(METHODS[name](), data, folder, options.rounds)
+        print(f"{name}: accuracy {found[name]:.1%}")
     return found
 
 
