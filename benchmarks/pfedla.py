@@ -11,7 +11,7 @@ paper's tables: medians of the seconds in which it mixes models, multiplies what
 changed with the stored models, and steps the hypernetworks. ``sparse`` measures the same with
 neighbours, by the size of the cohort and the number of clients, and the memory of the whole
 process. ``partial`` compares sparse mixtures with Local and FedAvg where ten of 100 clients take
-part in a round, each with 90 images to train on. ``chain`` has eight clients with four
+part in a round, each with 90 images to train on and an MLP. ``chain`` has eight clients with four
 classes each, of which neighbours share three, as in figure 6 of the paper, and says what a client's
 own model, those of its neighbours and those of clients with none of its classes weigh. Where all
 weigh the same it is 1/8. ``steps`` tries rules and sizes of the hypernetworks' step on four data
@@ -99,6 +99,7 @@ PARTIAL = {
     "cifar10, four classes": ("cifar10", ClassesPerClient(4, samples_per_client=150)),
     "cifar10, two dominant": ("cifar10", DominantClasses(2, samples_per_client=150)),
 }
+SMALL = {"fashion_mnist": partial(MLP, 784, [100], 10), "cifar10": partial(MLP, 3072, [64], 10)}
 METHODS = {
     "Local": Local,
     "FedAvg": FedAvg,
@@ -249,9 +250,8 @@ def print_partial(options: argparse.Namespace) -> None:
             )
             data = source(root=options.root, partition=partition, seed=seed, **FEW, **cached)
             for method, server in METHODS.items():
-                network, lr = NETWORKS[name]
                 torch.manual_seed(seed)
-                client = Classifier(network(), 10, optimizer=partial(torch.optim.SGD, lr=lr))
+                client = Classifier(SMALL[name](), 10, optimizer=partial(torch.optim.SGD, lr=0.05))
                 federation = Federation(client, local_epochs=2, seed=seed)
                 trainer = fit(federation, server(), data, options.rounds)
                 (values,) = trainer.test(federation, datamodule=data, verbose=False)
