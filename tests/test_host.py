@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def test_pfedla_says_what_its_hypernetworks_really_take(caplog: pytest.LogCaptur
     ("callback", "message"),
     [
         (PFedLA, r"360 B for models, .* for hypernetworks"),
+        (
+            partial(PFedLA, neighbours=2),
+            r"360 B for models, 6.1 kB for sketches, 240 B",
+        ),
         (FedFomo, r"360 B for models, 864 B for scores"),
         (APPLE, r"360 B for the cores at a client"),
         (PFedHN, r"48 B for embeddings, .* for the hypernetwork, .* for gradients and momentum"),

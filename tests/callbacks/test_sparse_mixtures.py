@@ -25,6 +25,7 @@ from tests.runs import (
     flat,
     linear_client,
     network_client,
+    quiet_trainer,
     run,
     sgd,
     small_data,
@@ -305,3 +306,25 @@ def test_options_of_hypernetworks_are_refused(option: str, value: object) -> Non
     message = f"neighbours=2 can't be combined with {option}={value!r}"
     with pytest.raises(ConfigurationError, match=message):
         PFedLA(neighbours=2, **{option: value})
+
+
+def test_the_memory_that_is_said_is_that_of_the_tables(caplog: pytest.LogCaptureFixture) -> None:
+    callback = PFedLA(neighbours=3, sketch_dim=10)
+    with caplog.at_level("INFO"):
+        run(batchnorm_client(), small_data(), callback)
+    (line,) = [line for line in caplog.messages if "num_clients=6" in line]
+    sparse = callback.sparse
+    weights = sparse.neighbours.nbytes + sparse.similarity.nbytes + sparse.learned.nbytes
+    assert f"{sparse.sketches.nbytes} B for sketches, {weights} B for weights" in line
+
+
+def test_the_weights_of_clients_own_models_are_logged() -> None:
+    callback, data = PFedLA(neighbours=2), alike()
+    federation = run(linear_client(), data, callback, rounds=6)
+    assert federation.history[0].metrics["pfedla/own_weight/network"] == 0
+    before = copy.deepcopy(callback)
+    quiet_trainer(1, callback).fit(federation, datamodule=data)
+    clients = federation.history[-1].clients
+    own = before.layer_weights(clients)["network"][torch.arange(4), clients].mean()
+    assert own > 0
+    assert federation.history[-1].metrics["pfedla/own_weight/network"] == pytest.approx(own.item())
