@@ -49,6 +49,7 @@ from .methods.trimmed_kmeans import TrimmedKMeans
 from .monitors.client_table import ClientTable
 from .monitors.pictures.clusters import ClusterPlot
 from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
+from .monitors.pictures.drift import DriftPlot
 from .monitors.pictures.embedding import EmbeddingTrajectory
 from .monitors.pictures.examples import ClusterExamples
 from .monitors.pictures.weights import AggregationWeights
@@ -77,6 +78,7 @@ __all__ = [
     "ClusterSelection",
     "ConvergencePlot",
     "Ditto",
+    "DriftPlot",
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
