@@ -50,6 +50,7 @@ from .monitors.client_means import ClientMeans
 from .monitors.client_table import ClientTable
 from .monitors.pictures.clusters import ClusterPlot
 from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
+from .monitors.pictures.drift import DriftPlot
 from .monitors.pictures.embedding import EmbeddingTrajectory
 from .monitors.pictures.examples import ClusterExamples
 from .monitors.pictures.weights import AggregationWeights
@@ -79,6 +80,7 @@ __all__ = [
     "ClusterSelection",
     "ConvergencePlot",
     "Ditto",
+    "DriftPlot",
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from pflight import Federation
-from pflight.callbacks import Centralized, FedAvg, FedFomo, FedRoD, FeSEM, Local
+from pflight.callbacks import CFL, Centralized, FedAvg, FedEC, FedFomo, FedRoD, FeSEM, Local
 from pflight.data.loaders import Split
 from pflight.datamodules import (
     ClusteredSynthetic,
@@ -212,13 +212,24 @@ def test_engines_agree() -> None:
         assert left.metrics == pytest.approx(right.metrics, rel=1e-4, nan_ok=True)
 
 
-def test_nodes_have_the_data_of_the_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: FeSEM(2),
+        lambda: FeSEM(2, reassign=1.1),
+        lambda: CFL(1e3, 0.0, min_size=1, warmup=0, reassign=True),
+        lambda: FedEC(forget=True),
+    ],
+    ids=["FeSEM", "FeSEM-reassign", "CFL-reassign", "FedEC-forget"],
+)
+def test_nodes_have_the_data_of_the_round(callback: Callable[[], Any], tmp_path: Path) -> None:
     """Each node of a deployment holds data that drift: it gives the simulated run."""
     options = {"local_epochs": 2}
-    simulated = run(linear_client(), drifting(), FeSEM(2), 4, **options)
-    deployed = Deployed(linear_client, drifting(), lambda: FeSEM(2), tmp_path, **options).server(4)
-    assert torch.equal(deployed.callback.assignments, simulated.callback.assignments)
+    simulated = run(linear_client(), drifting(), callback(), 4, **options)
+    deployed = Deployed(linear_client, drifting(), callback, tmp_path, **options).server(4)
     torch.testing.assert_close(deployed.server_states(), simulated.server_states())
+    for here, there in zip(deployed.history, simulated.history, strict=True):
+        assert (here.bytes_down, here.bytes_up) == (there.bytes_down, there.bytes_up)
 
 
 def test_moves_on_generated_data() -> None:
