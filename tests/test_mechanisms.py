@@ -148,4 +148,4 @@ def test_centers_by_round(script: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert still[2] == "0 of 1"
     assert [row[1] for row in way] == ["1", "3", "1", "3"]
     assert float(way[0][2]) > 0
-    assert [row[2:4] for row in way[2:]] == [["0", "0.0"]] * 2
+    assert all(float(row[2]) < 1e-9 and row[3] == "0.0" for row in way[2:])  # up to rounding
