@@ -39,7 +39,7 @@ def command(papers: Any, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> No
 
 def small(data: PartitionedDataModule) -> Samples:
     """Return random samples with the shape and the classes of the real ones."""
-    count = data.num_classes * 40
+    count = data.num_classes * 24
     labels = torch.arange(count) % data.num_classes
     gray = type(data).__name__ in ("FashionMNIST", "EMNIST", "LeafFEMNIST")
     features = torch.rand(count, *((1, 28, 28) if gray else (3, 32, 32)))
@@ -162,9 +162,12 @@ def test_a_column_has_its_methods_and_figures(
         monkeypatch.setattr(getattr(datamodules, kind), "prepare_data", lambda data: None)
     sizes = ["data.num_clients=4", "data.participation=0.5"]
     if name.startswith("pfedla"):
-        sizes.append(f"data.partition.samples_per_client={200 if 'cifar100' in name else 20}")
-    if name == "fedec-femnist_150_3":
+        sizes.append(f"data.partition.samples_per_client={160 if 'cifar100' in name else 20}")
+    elif name == "fedec-femnist_150_3":
         sizes += ["data.partition.minimum=10", "data.partition.log_mean=0"]
+    else:  # enough clients for a shard of each class
+        sizes = ["data.num_clients=20", "data.participation=0.1"]
+        sizes.append("model.client.network.channels=[4, 4]")
     _, rows = made(papers, monkeypatch, tmp_path, name, *sizes)
     experiment, column = name.split("-")
     printed = papers.EXPERIMENTS[experiment]["published"][column]
