@@ -37,6 +37,7 @@ from tests.runs import (
 ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
+DROPOUT |= {"FeSEM-auto"}
 BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
 BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNova"}
 BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
