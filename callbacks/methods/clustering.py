@@ -105,18 +105,19 @@ def sent_points(
 def proposed_clusters(points: Tensor, numbers: Collection[int]) -> dict[int, Tensor]:
     """Return the partitions of points that stand out from those with more or fewer clusters.
 
-    Points are merged in two ways: by Ward's method, and by average linkage of their directions,
-    seen from the mean of all. Directions don't depend on how far each client has moved, which
-    grows with its number of samples. Each way proposes the number of clusters after which the
-    height of the merges rises most: the largest ratio of the merge of K clusters to the one before.
+    Ward's method merges the points, and once more their directions as seen from the mean of all.
+    Directions don't depend on how far each client has moved, which grows with its number of
+    samples. Distances tell more if groups are of unequal size. Each of the two proposes the number
+    of clusters after which the height of the merges rises most: the largest ratio of the merge of K
+    clusters to the one before.
 
     Args:
         points: ``[M, d]``.
         numbers: Allowed numbers of clusters. Only those from 2 to M - 1 can be proposed.
 
     Returns:
-        The cluster of each point ``[M]``, by number of clusters. If both ways propose the same
-        number, the partition is that of the directions.
+        The cluster of each point ``[M]``, by number of clusters. If both propose the same number,
+        the partition is that of the directions.
 
     Example:
         >>> points = torch.tensor([[1.0, 0.0], [1.1, 0.0], [0.0, 5.0], [0.0, 5.2], [-3.0, -3.0]])
@@ -132,8 +133,8 @@ def proposed_clusters(points: Tensor, numbers: Collection[int]) -> dict[int, Ten
     lengths = np.linalg.norm(moves, axis=1, keepdims=True)
     directions = moves / np.maximum(lengths, np.finfo(float).tiny)
     found = {}
-    for way, seen in (("ward", moves), ("average", directions)):
-        tree = linkage(seen, way)
+    for seen in (moves, directions):
+        tree = linkage(seen, "ward")
         heights = tree[::-1, 2]  # the first merges two clusters
         least = np.finfo(float).eps * heights[0]
         rises = [heights[k - 2] / max(heights[k - 1], least) for k in numbers]

@@ -209,8 +209,9 @@ class FeSEM(ClusteredMethod):
         """Choose an unknown number of clusters, and make as many models."""
         if not self.num_clusters:
             self.selection = choose_for(trainer, self)
-            self.add_centers(self.selection.num_clusters)
-            self.one_model = self.selection.criterion == "held_out" and self.num_clusters == 1
+            chosen = self.selection.num_clusters
+            self.add_centers(chosen)
+            self.one_model = self.selection.criterion == "held_out" and chosen == 1
             self.initialized = self.one_model
 
     def round(self, cohort: Tensor) -> None:
@@ -422,7 +423,7 @@ def select_num_clusters(
     changed. The traffic of all runs is logged.
 
     ``"held_out"`` first trains one model for all, as FedAvg does. The clients' models of its first
-    round are clustered hierarchically, by Ward's method and by average linkage of directions. Each
+    round are clustered by Ward's method, and once more their directions from the mean. Each
     proposes the candidate, 2 or more, after which the height of the merges rises most. The one or
     two proposals are trained, too. :class:`ClusterSelection` says if they pay. ``"distance"`` and
     ``"accuracy"`` train each candidate. ``"distance"`` also tries one cluster fewer than the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -50,6 +50,8 @@ ROUNDS: Mapping[str, int] = {"held_out": 10, "distance": 3, "accuracy": 3}
 """The rounds of a trial run by default, by criterion."""
 LEVEL = 0.01
 """Clusters pay if the test of the held-out losses has a smaller p-value."""
+MORE_LEVEL = 0.05
+"""More clusters than the fewest proposed pay if their test against these has a smaller one."""
 
 _log = logging.getLogger("lightning.pytorch.pflight")  # Lightning's handler shows it
 
@@ -59,10 +61,10 @@ class ClusterSelection:
     """The results of trial runs with several numbers of clusters, and the best number.
 
     Attributes:
-        criterion: ``"held_out"`` takes the number of clusters, 2 or more, with the lowest mean
-            loss, if clusters pay compared to one model. They pay if the clients' losses are lower
-            by a one-sided paired t-test with p < 0.01, and the accuracy is not lower. Otherwise it
-            takes 1. Without a trial of one model it takes the lowest mean loss.
+        criterion: ``"held_out"`` compares numbers by one-sided paired t-tests of the clients'
+            losses. Among 2 or more clusters it takes the fewest, and more only if their losses are
+            lower with p < 0.05. It takes 1 unless, compared to one model, the losses of that number
+            are lower with p < 0.01, and its accuracy is not lower.
             ``"distance"`` takes the number with the largest relative fall of the distance from the
             next smaller number. ``"accuracy"`` takes the number with the highest accuracy.
             The smaller number wins a tie.
@@ -93,8 +95,10 @@ class ClusterSelection:
     def num_clusters(self) -> int:
         """The best number of clusters."""
         if self.criterion == "held_out":
-            several = sorted(self.losses.keys() - {1})
-            best = min(several, key=self.mean_loss, default=1)
+            best, *others = sorted(self.losses.keys() - {1}) or [1]
+            for more in others:
+                if self.p_value(more, best) < MORE_LEVEL:
+                    best = more
             return best if 1 not in self.losses or self.pays(best) else 1
         if self.criterion == "accuracy" or len(self.distance) == 1:
             return max(sorted(self.accuracy), key=self.accuracy.__getitem__)
@@ -108,18 +112,19 @@ class ClusterSelection:
         """Return the mean held-out loss over clients; infinity if no client has one."""
         return float(torch.tensor(self.losses[number]).nanmean().nan_to_num(torch.inf))
 
-    def p_value(self, number: int) -> float:
-        """Return the p-value of the test that clients' losses are lower than with one model.
+    def p_value(self, number: int, fewer: int = 1) -> float:
+        """Return the p-value of the test that clients' losses are lower than with fewer clusters.
 
-        It is NaN if fewer than two clients have losses, or all differ equally.
+        It is NaN if fewer than two clients have losses, or none differs.
         """
         from scipy.stats import ttest_rel
 
-        pairs = torch.tensor([self.losses[1], self.losses[number]], dtype=torch.double)
+        pairs = torch.tensor([self.losses[fewer], self.losses[number]], dtype=torch.double)
         pairs = pairs[:, pairs.isfinite().all(dim=0)]
         if pairs.shape[1] < 2:
             return float("nan")
-        with np.errstate(all="ignore"):  # equal losses
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # equal differences
             return float(ttest_rel(*pairs.numpy(), alternative="greater").pvalue)
 
     def pays(self, number: int) -> bool:
@@ -365,7 +370,7 @@ class _Trials:
         with isolated(self.federation.device), _quiet():
             run = self._fit(trial)
             if chosen.criterion == "held_out":
-                chosen.losses[k] = self._held_out_losses(run)
+                chosen.losses[k] = self._held_out_losses(run, trial)
         chosen.accuracy[k] = run.history[-1].metrics.get("val/macro_acc", float("nan"))
         self.down += run.clients.traffic.down
         self.up += run.clients.traffic.up
@@ -424,14 +429,14 @@ class _Trials:
         self.selection.distance[callback.num_clusters] = float(total[0] / total[1])
         return trial
 
-    def _held_out_losses(self, trial: Federation) -> list[float]:
+    def _held_out_losses(self, run: Federation, callback: ClusteredMethod) -> list[float]:
         """Return each client's mean loss on its validation samples, NaN if it has none."""
         clients = torch.arange(self.data.num_clients)
         mine = owned(clients[self.data.num_samples("val") > 0])
         found = torch.full((len(clients),), torch.nan, dtype=torch.double)
         if len(mine):
-            sent = trial.callback.broadcast(mine)
-            found[mine] = trial.clients.losses(mine, sent, "val").cpu()
+            sent = callback.broadcast(mine)
+            found[mine] = run.clients.losses(mine, sent, "val").cpu()
         table = torch.stack([found.nan_to_num(0.0), found.isfinite().double()])
         sums, counts = all_sum(table)
         return (sums / counts).tolist()  # 0 / 0 is NaN

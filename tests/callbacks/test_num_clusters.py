@@ -104,14 +104,18 @@ class TestWhatPays:
         losses = {1: [*self.ONE], 2: [*self.LESS]}
         assert held_out(losses, {1: 0.51, 2: 0.5}).num_clusters == 1
 
-    def test_the_lowest_loss_of_several_is_compared_with_one_model(self) -> None:
-        lowest = [loss - 0.5 for loss in self.LESS]
-        losses = {1: [*self.ONE], 2: [*self.LESS], 4: lowest}
-        assert held_out(losses).num_clusters == 4
+    def test_more_clusters_have_to_pay_compared_to_fewer(self) -> None:
+        lower = [loss - 0.5 for loss in self.LESS]
+        about = [1.0, 1.1, 1.2, 0.9, 0.2]  # a lower mean, by one client
+        for losses, expected in ((lower, 4), (about, 2), ([*self.LESS], 2)):
+            found = held_out({1: [*self.ONE], 2: [*self.LESS], 4: losses})
+            assert found.num_clusters == expected
+        losses = {1: [*self.ONE], 2: [*self.LESS], 4: lower}
         assert held_out(losses, {1: 0.5, 2: 0.6, 4: 0.4}).num_clusters == 1
 
-    def test_without_one_model_the_lowest_loss_is_taken(self) -> None:
+    def test_without_one_model_the_fewest_that_pay_are_taken(self) -> None:
         assert held_out({2: [*self.LESS], 3: [*self.ONE]}).num_clusters == 2
+        assert held_out({2: [*self.ONE], 3: [*self.LESS]}).num_clusters == 3
 
     def test_clients_without_losses_are_left_out(self) -> None:
         nan = float("nan")
