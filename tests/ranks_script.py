@@ -38,8 +38,7 @@ ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
 DRIFTING = "FeSEM-reassign drifting"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
-<<<<<<< HEAD
-DROPOUT |= {DRIFTING, "CFL-reassign"}
+DROPOUT |= {DRIFTING, "CFL-reassign", "FeSEM-auto"}
 BATCHNORM = {
     "APFL",
     "Ditto",
@@ -51,10 +50,6 @@ BATCHNORM = {
     "FedFomo",
     "FedRep",
 }
-=======
-DROPOUT |= {"FeSEM-auto"}
-BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
->>>>>>> safe
 BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNova"}
 BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 BATCHNORM |= {"FedAS", "FedSGD", "GPFL", "kNN-Per", "pFedFDA", "pFedLA", "pFedLA-sparse"}
