@@ -186,16 +186,19 @@ class Plan:
         return self._rows[known]
 
 
+_FOR_ADAPTERS = ("fedit", "ffa_lora", "fedsa_lora")
+
+
 def methods_of(names: Sequence[str]) -> list[Method]:
     """Return methods by the names of shipped configurations, or by the paths of others.
 
-    ``all`` names all shipped ones.
+    ``all`` names all shipped ones but those for adapters.
 
     Raises:
         ConfigurationError: If there is no such method, or two have one name.
     """
     found: dict[str, Method] = {}
-    shipped = [entry.name for entry in catalogue.methods()]
+    shipped = [one.name for one in catalogue.methods() if one.name not in _FOR_ADAPTERS]
     names = [*chain.from_iterable(shipped if name == "all" else [name] for name in names)]
     for name in names:
         method = _method(name)

@@ -27,6 +27,12 @@ def rows_of(plan: Plan, *methods: str, **settings: Any) -> Any:
     return plan.rows(methods_of(methods), named)
 
 
+def test_all_are_the_shipped_ones_that_any_module_takes() -> None:
+    names = {method.name for method in methods_of(["all"])}
+    assert {"fesem", "pfedla_sparse", "local"} <= names
+    assert not {"fedit", "ffa_lora", "fedsa_lora"} & names
+
+
 class TestSettings:
     @pytest.mark.long
     def test_of_one_method_only_leave_the_others_one_row(self, plan):
