@@ -30,7 +30,7 @@ def rows_of(plan: Plan, *methods: str, **settings: Any) -> Any:
 def test_all_are_the_shipped_ones_that_any_module_takes() -> None:
     names = {method.name for method in methods_of(["all"])}
     assert {"fesem", "pfedla_sparse", "local"} <= names
-    assert not {"fedit", "ffa_lora", "fedsa_lora"} & names
+    assert names.isdisjoint({"fedit", "ffa_lora", "fedsa_lora"})
 
 
 class TestSettings:
