@@ -39,8 +39,8 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_method,
         metavar="METHOD",
-        help="names, as `pflight list methods` shows them, `all` of these but for those of adapters, "
-        "or your own configurations; with modifiers as in fesem+private_head (`pflight list "
+        help="names, as `pflight list methods` shows them, `all` but those of adapters, or your "
+        "own configurations; with modifiers as in fesem+private_head (`pflight list "
         "modifiers`)",
     )
     add("--seeds", type=number, default=3, metavar="N", help="how many, from 0 (default: 3)")
