@@ -39,7 +39,7 @@ def one(folder: Path, names: list[str]) -> dict[str, Any]:
 def two(folder: Path, names: list[str], one: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", ranks_script.__name__, str(folder), *names]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, timeout=320, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
