@@ -280,6 +280,14 @@ class SampledClients(WrappedData):
         if not data.num_samples("val")[clients].any():
             self.cut = SPLITS
 
+    def at_round(self, round: int) -> None:
+        """Keep the data of the round in which the trials began: a trial must not see later ones."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether clients' data depend on the round: never in a trial."""
+        return False
+
     def origin(self, client: int) -> int:
         """Return a client's id among all."""
         return int(self.clients[client])
@@ -376,6 +384,8 @@ class _Trials:
         self.up += run.clients.traffic.up
         self.model = run.server.tensors(0, trial.shared_parameters)
         loss = f", loss {chosen.mean_loss(k):.4f}" if chosen.losses else ""
+        if k > 1 and 1 in chosen.losses:
+            loss += f" (p {chosen.p_value(k):.2g} against one model)"
         _say(
             f"num_clusters {k}: val/macro_acc {chosen.accuracy[k]:.4f}, distance "
             f"{chosen.distance[k]:.4g}{loss}"

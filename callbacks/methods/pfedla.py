@@ -26,6 +26,15 @@ from .registry import Method
 from .sparse_mixtures import OWN, Observed, SparseMixtures
 from .stored import StoredModels
 
+_DEFAULTS = {
+    "retain": 0,
+    "weights": "softmax",
+    "scale_free": False,
+    "embedding_dim": 100,
+    "hidden_dim": 100,
+}
+"""Of the options of mixtures of all models."""
+
 
 @checked
 class PFedLA(StoredModels):
@@ -131,9 +140,9 @@ class PFedLA(StoredModels):
     ) -> None:
         super().__init__()
         given = {"retain": retain, "weights": weights, "scale_free": scale_free}
-        usual = {"retain": 0, "weights": "softmax", "scale_free": False}
+        given |= {"embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
         if neighbours is not None and (
-            odd := [name for name in given if given[name] != usual[name]]
+            odd := [name for name in given if given[name] != _DEFAULTS[name]]
         ):
             raise ConfigurationError(
                 f"PFedLA: neighbours={neighbours} can't be combined with "
@@ -218,7 +227,7 @@ class PFedLA(StoredModels):
         """
         if not self.layers:
             raise ConfigurationError(
-                "PFedLA has no hypernetworks yet: run it with a Trainer, or load a checkpoint"
+                "PFedLA has no weights yet: run it with a Trainer, or load a checkpoint"
             )
         clients = torch.as_tensor(clients)
         if self.neighbours is None:

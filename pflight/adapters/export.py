@@ -15,7 +15,9 @@ MODEL_FILE = "model.safetensors"
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def write_model(module: nn.Module, folder: Path, trained: Collection[str]) -> list[Path]:
+def write_model(
+    module: nn.Module, folder: str | Path, trained: Collection[str] | None = None
+) -> list[Path]:
     """Write a module's weights into a new folder, and return the files.
 
     A ``PeftModel`` inside the module is written by its ``save_pretrained``, so that
@@ -26,12 +28,16 @@ def write_model(module: nn.Module, folder: Path, trained: Collection[str]) -> li
     Args:
         module: The module.
         folder: The folder; it must be empty if it exists.
-        trained: Names of the entries that training may have changed.
+        trained: Names of the entries that training may have changed, by default those of the
+            trainable parameters.
 
     Raises:
         ConfigurationError: If the folder has files, a package is missing, or the adapters belong
             to another base than the module was made with.
     """
+    folder = Path(folder)
+    if trained is None:
+        trained = [name for name, value in module.named_parameters() if value.requires_grad]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"--out: {folder} exists already and is not empty")
     adapted = _peft_models(module)
@@ -48,6 +54,7 @@ def write_model(module: nn.Module, folder: Path, trained: Collection[str]) -> li
             model.save_pretrained(str(own), save_embedding_layers=False)
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigurationError(f"peft can't write {name!r}: {described(error)}") from error
+        (own / "README.md").unlink(missing_ok=True)  # an empty form
         written |= _entries_of_adapters(name, model)
     tensors = module.state_dict()
     if extra := {entry: tensors[entry] for entry in trained if entry not in written}:

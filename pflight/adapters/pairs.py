@@ -151,6 +151,8 @@ def _unlike(part: Any, adapter: str) -> str:
     kind = type(part).__name__
     if variant := getattr(part, "lora_variant", {}).get(adapter):
         return f"it is a {type(variant).__name__.removesuffix('Variant')}, not a plain LoRA"
+    if adapter in getattr(part, "lora_E", {}):
+        return "it is an AdaLoRA, not a plain LoRA"
     base = part.get_base_layer() if hasattr(part, "get_base_layer") else part
     if getattr(base, "groups", 1) > 1:
         return "its convolution has groups"

@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pflight.data.client_names import check_names
@@ -310,6 +310,27 @@ def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     saved, wanted = {**saved, **record.get("scales", {})}, {**wanted, **here["scales"]}
     for name in sorted(saved.keys() | wanted.keys()):
         _check_equal(name, saved.get(name, "missing"), wanted.get(name, "missing"))
+
+
+def check_modules(
+    saved: Mapping[str, Tensor], modules: Mapping[str, nn.Module], owner: str
+) -> None:
+    """Raise if a checkpoint lacks a server callback's module, or has it with other shapes.
+
+    Args:
+        saved: The tensors of the checkpoint by name.
+        modules: The modules of the server callback by name.
+        owner: Name of the server callback.
+    """
+    for part, module in modules.items():
+        here = {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
+        if here and not any(name.startswith(f"{part}.") for name in saved):
+            raise ConfigurationError(
+                f"the checkpoint does not fit this federation: it has no {part} of {owner}, which "
+                "was trained with other options"
+            )
+        for name in here.keys() & saved.keys():
+            _check_equal(name, tuple(saved[name].shape), tuple(here[name].shape))
 
 
 def _check_equal(name: str, saved: object, here: object) -> None:

@@ -20,7 +20,7 @@ from pflight.states.frozen import check_frozen, digests_of
 from pflight.states.head import marked
 from pflight.states.server_models import check_finite
 
-from .checks import check_record, other_options
+from .checks import check_modules, check_record, other_options
 from .distributed import owned
 from .same_data import difference, record_of
 
@@ -83,6 +83,7 @@ class RunRecord:
         frozen = record.get("frozen", {})
         if any(f"server.0.{name}" not in checkpoint["state_dict"] for name in frozen):
             check_frozen(frozen, self._digests())
+        check_modules(checkpoint["state_dict"], callback.modules, type(callback).__name__)
         if goes_on:
             self._check_same_data(record.get("data"))
         options = record.get("options", {})

@@ -113,6 +113,14 @@ def test_a_module_without_adapters_has_all_its_weights(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def test_a_path_as_text_and_the_module_suffice(tmp_path: Path) -> None:
+    module = trained(Beside()).client_module(0)
+    written = write_model(module, f"{tmp_path}/out")
+    assert {path.name for path in written} == {
+        "adapter_config.json", "adapter_model.safetensors", "extra.safetensors"
+    }  # fmt: skip
+
+
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("")
     with pytest.raises(ConfigurationError, match="exists already and is not empty"):

@@ -89,6 +89,13 @@ def test_every_adapter_of_a_layer_is_a_pair() -> None:
     ]
 
 
+def _adalora() -> Any:
+    network = nn.Sequential()
+    network.add_module("fc", nn.Linear(4, 4))
+    config = peft.AdaLoraConfig(target_modules=["fc"], init_r=2, total_step=9, tinit=1, tfinal=1)
+    return peft.get_peft_model(network, config)
+
+
 def test_layers_that_are_only_called_so_are_none() -> None:
     network = nn.Sequential()
     network.add_module("lora_A", nn.Linear(4, 4))
@@ -123,6 +130,7 @@ def test_merged_adapters_are_refused() -> None:
     [
         (lambda: nn.Linear(2, 2), "Linear has none: make them with peft's get_peft_model"),
         (lambda: adapted(["linear"], use_dora=True), r"linear': it is a Dora\w*, not a plain LoRA"),
+        (lambda: _adalora(), "fc': it is an AdaLoRA, not a plain LoRA"),
         (
             lambda: adapted(["0"], nn.Sequential(nn.Conv2d(4, 4, 1, groups=2))),
             "'base_model.model.0': its convolution has groups",

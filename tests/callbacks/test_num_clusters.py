@@ -243,6 +243,14 @@ class TestTrial:
         else:
             assert adjusted_rand_score(data.clusters, started) == 1
 
+    def test_it_does_not_see_clients_that_move_later(self) -> None:
+        here, later = groups(), groups(moves={1: 0.5})
+        found = [
+            select_num_clusters(Federation(classifier(), local_epochs=3), data, **CPU)
+            for data in (here, later)
+        ]
+        assert found[0] == found[1]
+
     @pytest.mark.short("vectorized")
     @ENGINES
     def test_held_out_losses_are_those_of_the_runs(self, engine: str) -> None:

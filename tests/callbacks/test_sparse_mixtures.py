@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,12 +301,29 @@ def test_whole_models_have_one_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("retain", 1), ("weights", "relu_norm"), ("scale_free", True)]
+    ("option", "value"),
+    [("retain", 1), ("weights", "relu_norm"), ("scale_free", True), ("hidden_dim", 5)],
 )
 def test_options_of_hypernetworks_are_refused(option: str, value: object) -> None:
     message = f"neighbours=2 can't be combined with {option}={value!r}"
     with pytest.raises(ConfigurationError, match=message):
         PFedLA(neighbours=2, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (PFedLA(neighbours=3), r"sparse.\w+ is \(.*\) in the checkpoint and \(.*\) here"),
+        (PFedLA(), "it has no hypernetworks of PFedLA, which was trained with other options"),
+    ],
+)
+def test_a_checkpoint_of_other_mixtures_is_refused(
+    other: PFedLA, said: str, tmp_path: Path
+) -> None:
+    federation = run(linear_client(), small_data(), PFedLA(neighbours=2))
+    federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(ConfigurationError, match=f"does not fit this federation: {said}"):
+        run(linear_client(), small_data(), other, 2, ckpt_path=tmp_path / "run.ckpt")
 
 
 def test_the_memory_that_is_said_is_that_of_the_tables(caplog: pytest.LogCaptureFixture) -> None:
