@@ -909,9 +909,12 @@ class TestConfigs:
         folder = files("pflight.configs")
         assert {p.name for p in folder.iterdir() if p.name.endswith(".yaml")} == {
             "centralized.yaml",
+            "pretrain_shakespeare.yaml",
             "quickstart.yaml",
         }
-        assert {p.name for p in (folder / "data").iterdir()} == {f"{one}.yaml" for one in NETWORKS}
+        # tests/datamodules/test_shakespeare.py tries the data of a package.
+        tried = {f"{one}.yaml" for one in (*NETWORKS, "shakespeare")}
+        assert {p.name for p in (folder / "data").iterdir()} == tried
 
     @pytest.mark.short("robust-*")
     @pytest.mark.parametrize(

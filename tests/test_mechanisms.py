@@ -71,7 +71,9 @@ def test_figures_5_and_6_own_models_weigh_more_than_neighbours_and_these_more_th
     pfedla = script("pfedla")
     task = pfedla.Task(Blobs, lambda: MLP(16, [24, 24], 10), lr=0.1, samples=80)
     monkeypatch.setattr(pfedla, "task_of", lambda options: task)
-    options = argparse.Namespace(steps=[0.5], retain=0, weights="softmax", rounds=15, seeds=1)
+    options = argparse.Namespace(
+        steps=[0.5], retain=0, weights="softmax", rounds=15, seeds=1, cohort=None, neighbours=None
+    )
     pfedla.print_chain(options)
     _, _, *lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 3

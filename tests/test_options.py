@@ -68,7 +68,8 @@ def kinds() -> Iterator[type]:
 
 
 PACKAGES = callbacks, models, datamodules
-BASES = Centralized, ClientData, CIFARDataModule, ImageDataModule  # which nobody names
+BASES = (Centralized, ClientData, CIFARDataModule, ImageDataModule)  # which nobody names
+BASES += (models.CausalTransformer, models.LoRA)  # tests/models/test_text.py tries their options
 CONFIGURED = L.Callback, nn.Module, L.LightningDataModule, Partition, Augmentation
 
 

@@ -186,7 +186,8 @@ class Plan:
         return self._rows[known]
 
 
-_FOR_ADAPTERS = ("fedit", "ffa_lora", "fedsa_lora")
+FOR_ADAPTERS = ("fedit", "ffa_lora", "fedsa_lora")
+"""Shipped methods for networks with low-rank adapters."""
 
 
 def methods_of(names: Sequence[str]) -> list[Method]:
@@ -198,7 +199,7 @@ def methods_of(names: Sequence[str]) -> list[Method]:
         ConfigurationError: If there is no such method, or two have one name.
     """
     found: dict[str, Method] = {}
-    shipped = [one.name for one in catalogue.methods() if one.name not in _FOR_ADAPTERS]
+    shipped = [one.name for one in catalogue.methods() if one.name not in FOR_ADAPTERS]
     names = [*chain.from_iterable(shipped if name == "all" else [name] for name in names)]
     for name in names:
         method = _method(name)

@@ -96,7 +96,7 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
     others = {n: value for n, value in stack.items() if n not in parameters}
     others |= {f"{ANCHOR}{n}": stack[n].clone() for n in stacked.parameters}
     others |= {n: torch.zeros(3, dtype=torch.float64) for n in SCALARS}
-    gradients, losses, _ = stacked.gradients(parameters, others, (x, y))
+    gradients, losses, *_ = stacked.gradients(parameters, others, (x, y))
     for row, (expected, loss, after) in enumerate(alone):
         torch.testing.assert_close(losses[row], loss)
         for n, gradient in expected.items():
