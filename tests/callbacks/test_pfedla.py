@@ -702,5 +702,5 @@ def test_the_weights_of_clients_own_models_are_logged() -> None:
 
 
 def test_there_are_no_weights_before_the_first_round() -> None:
-    with pytest.raises(ConfigurationError, match="no hypernetworks yet"):
+    with pytest.raises(ConfigurationError, match="no weights yet"):
         PFedLA().layer_weights([0])
