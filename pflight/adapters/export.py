@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def write_model(
         try:
             model.save_pretrained(str(own), save_embedding_layers=False)
         except (ImportError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"peft can't write {name!r}: {described(error)}") from error
+            raise ConfigurationError(
+                f"peft can't write the adapters{_of(name)}: {described(error)}"
+            ) from error
         (own / "README.md").unlink(missing_ok=True)  # an empty form
         written |= _entries_of_adapters(name, model)
     tensors = module.state_dict()
@@ -63,12 +66,15 @@ def write_model(
 
 
 def _peft_models(module: nn.Module) -> dict[str, Any]:
-    """Return the PeftModels of a module by name."""
-    return {
-        name or "adapter": part
-        for name, part in module.named_modules()
-        if hasattr(part, "peft_config") and hasattr(part, "save_pretrained")
-    }
+    """Return the PeftModels of a module by name; the name of the module itself is empty."""
+    peft = sys.modules.get("peft")  # whoever made a PeftModel has imported it
+    kind = () if peft is None else peft.PeftModel
+    return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
+
+
+def _of(name: str) -> str:
+    """Return whose adapters they are, for messages."""
+    return f" of {name!r}" if name else ""
 
 
 def _check_base(name: str, model: Any) -> None:
@@ -77,7 +83,7 @@ def _check_base(name: str, model: Any) -> None:
         start = getattr(config, "init_lora_weights", True)
         if isinstance(start, str) and start.startswith(_OTHER_BASE):
             raise ConfigurationError(
-                f"the adapters of {name!r} began with init_lora_weights={start!r}, which changes "
+                f"the adapters{_of(name)} began with init_lora_weights={start!r}, which changes "
                 "the base: they fit no base that others have"
             )
 
@@ -87,7 +93,7 @@ def _entries_of_adapters(name: str, model: Any) -> set[str]:
     from peft import get_peft_model_state_dict
 
     ours = {tensor.data_ptr(): entry for entry, tensor in model.state_dict(keep_vars=True).items()}
-    prefix = "" if name == "adapter" else f"{name}."
+    prefix = f"{name}." if name else ""
     found = set()
     for adapter in model.peft_config:
         saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)

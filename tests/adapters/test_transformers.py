@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,7 @@ import peft
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, masking_utils
 
 from pflight import Federation
+from pflight.adapters.export import write_model
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
 from pflight.models import Classifier
@@ -76,6 +81,21 @@ def trained(network: type[nn.Module], engine: str) -> Federation:
     client = Classifier(network(), CLASSES, optimizer=sgd(0.1)).double()
 
     return run(client, texts(), FedAvg(), 2, engine=engine)
+
+
+def test_only_the_adapters_of_a_transformer_are_exported(tmp_path: Path) -> None:
+    """The models of transformers inside know of adapters, too, and are not written."""
+    federation = trained(Bert, "sequential")
+    module: Any = federation.client_module(0)
+    written = write_model(module, tmp_path / "out", federation.layout.moving)
+    assert {str(path.relative_to(tmp_path / "out")) for path in written} == {
+        "adapter_config.json", "adapter_model.safetensors", "extra.safetensors"
+    }  # fmt: skip
+    tokens = torch.arange(1, 11).view(1, 10)
+    expected = module.network.body(tokens).last_hidden_state
+    base = copy.deepcopy(module.network.body).unload()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").double().eval()
+    assert torch.equal(loaded(tokens).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("network", [Bert, GPT2])
