@@ -453,8 +453,10 @@ class ServerCallback(L.Callback):
         Args:
             groups: Number of means; the first models of the server are what each of them was sent.
         """
-        sent = [self.server.tensors(k, self.sent_names) for k in range(groups)]
-        return ProductMean(sent, self.pairs) if self.pairs else WeightedMean(sent[0], groups)
+        names = self.sent_names
+        if not self.pairs:
+            return WeightedMean(self.server.tensors(0, names), groups)
+        return ProductMean([self.server.tensors(k, names) for k in range(groups)], self.pairs)
 
     def _pairs_to_aggregate(self) -> list[Pair]:
         """Return the low-rank pairs whose products are averaged; none for means of all entries.

@@ -167,8 +167,8 @@ class FeSEM(ClusteredMethod):
         )
         self.num_restarts = num_restarts
         self.init_clients = init_clients
-        self.distance: Distance = squared_distance
-        self._distance = distance
+        self.distance: Distance = squared_distance if isinstance(distance, str) else distance
+        self.adapter_distance = None if distance == "l2" or callable(distance) else distance
         self.candidates = candidates
         self.criterion = criterion
         self.newcomers = newcomers
@@ -189,10 +189,8 @@ class FeSEM(ClusteredMethod):
         """Make the centers, or one model if their number is to be chosen."""
         self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
-        if isinstance(self._distance, str) and self._distance != "l2":
-            self.distance = self._of_adapters(self._distance)
-        elif not isinstance(self._distance, str):
-            self.distance = self._distance
+        if self.adapter_distance is not None:
+            self.distance = self._of_adapters(self.adapter_distance)
         with torch.no_grad():  # a distance of one's own may be wrong
             self.distances(self.server.expand(0, self.sent_names, 2), 0)
         self.add_state("one_model", self.one_model and not self.automatic)

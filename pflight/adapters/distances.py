@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -13,7 +13,6 @@ from .low_rank import basis_of
 from .pairs import Pair, matrix
 
 DistanceName = Literal["product", "subspace", "cosine_B"]
-DISTANCES: tuple[str, ...] = get_args(DistanceName)
 
 
 class AdapterDistance:
@@ -39,24 +38,16 @@ class AdapterDistance:
 
     def __call__(self, states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
         """Return the distances ``[C]`` in double precision."""
+        parts = torch.stack([self._of_layer(states, center, pair) for pair in self.pairs])
+        return parts.sum(dim=0) if self.name == "product" else parts.mean(dim=0)
+
+    def _of_layer(self, states: TensorDict, center: Mapping[str, Tensor], pair: Pair) -> Tensor:
+        """Return the distances ``[C]`` of one pair."""
         if self.name == "product":
-            return sum(
-                (self._of_products(states, center, pair) for pair in self.pairs), _zero(states)
-            )
-        of_one = _subspace if self.name == "subspace" else _cosine
-        parts = [
-            torch.stack([of_one(matrix(b), matrix(center[pair.b])) for b in states[pair.b]])
-            for pair in self.pairs
-        ]
-        return torch.stack(parts).mean(dim=0)
-
-    def _of_products(self, states: TensorDict, center: Mapping[str, Tensor], pair: Pair) -> Tensor:
-        other = pair.product(center)
-        return torch.stack([(pair.product(state) - other).norm() ** 2 for state in states])
-
-
-def _zero(states: TensorDict) -> Tensor:
-    return torch.zeros(len(states), dtype=torch.double, device=states.device)
+            other = pair.product(center)
+            return torch.stack([(pair.product(state) - other).norm() ** 2 for state in states])
+        of_one, b = _subspace if self.name == "subspace" else _cosine, matrix(center[pair.b])
+        return torch.stack([of_one(matrix(own), b) for own in states[pair.b]])
 
 
 def _subspace(one: Tensor, other: Tensor) -> Tensor:

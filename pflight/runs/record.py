@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class RunRecord:
             "num_clients": clients.num_clients,
             "server_models": len(clients.server),
             "layout": clients.layout.describe(),
-            "scales": scales_of(clients.module),
+            "scales": self._scales,
         }
 
     @staticmethod
@@ -131,6 +132,11 @@ class RunRecord:
         if self.choice is None:
             return None
         return {"name": self.choice.engine, "clients_at_once": self.choice.chunk}
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        """The scales of low-rank adapters. They are read once, not with each checkpoint."""
+        return scales_of(self.clients.module)
 
     def _digests(self) -> dict[str, str]:
         """Return the digests of the frozen weights. They are computed once."""
