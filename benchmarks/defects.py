@@ -1,8 +1,8 @@
 """Plant defects in the code, and count those that the tests of ``./check`` find.
 
-    python benchmarks/defects.py map          # which test enters which line; as long as ./check all
-    python benchmarks/defects.py choose       # which of them ./check leaves out
-    python benchmarks/defects.py plant        # 200 defects, each in a process of its own
+    python -m benchmarks.defects map          # which test enters which line; as long as ./check all
+    python -m benchmarks.defects choose       # which of them ./check leaves out
+    python -m benchmarks.defects plant        # 200 defects, each in a process of its own
 
 A defect changes one place of the core, the methods or the client modules: a comparison, a sign, a
 number, a condition or a statement. It is planted in memory, also in the processes that tests start,
@@ -27,7 +27,6 @@ import multiprocessing
 import os
 import random
 import re
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple
+
+from benchmarks.probes import PROBED, entered, load_instead, prepare, probe_from_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pflight", "models", "callbacks/methods")
@@ -175,18 +174,13 @@ def planted(defect: Defect) -> ast.Module:
 
 def plant(defect: Defect) -> None:
     """Let this process see a defect wherever it imports the file."""
-    path = ROOT / defect.file
-    code = compile(planted(defect), str(path), "exec")
-    usual = SourceFileLoader.get_code
-
-    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
-        return code if Path(self.path).resolve() == path else usual(self, fullname)
-
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    path = str(ROOT / defect.file)
+    load_instead({path: compile(planted(defect), path, "exec")})
 
 
-def plant_from_environment() -> None:
-    """Plant a defect in a process that a test starts: :func:`write_site` lets Python call this."""
+def start_from_environment() -> None:
+    """Change a process that a test starts: :func:`write_site` lets Python call this."""
+    probe_from_environment()
     if text := os.environ.get(PLANTED):
         plant(Defect(*json.loads(text)))
 
@@ -195,83 +189,48 @@ def write_site(folder: Path) -> None:
     """Write a module that Python imports as it starts, if the folder is on its path."""
     (folder / "sitecustomize.py").write_text(
         f"import sys; sys.path.append({str(ROOT)!r})\n"
-        "from benchmarks.defects import plant_from_environment\n"
-        "plant_from_environment()\n"
+        "from benchmarks.defects import start_from_environment\n"
+        "start_from_environment()\n"
     )
-
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """As a plugin, cover also the tests that the usual coverage leaves out for their time."""
-    for item in items:
-        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "no_cover"]
 
 
 def run_map(options: argparse.Namespace) -> None:
     """Run tests, and keep which lines each of them enters and how long it takes."""
     MAP.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"COVERAGE_FILE": str(MAP / "coverage"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
+    prepare(MAP, ROOT, _files())
+    write_site(MAP)
+    environment = {PROBED: str(MAP), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{MAP}:{ROOT}"}
     command = [sys.executable, "-m", "pytest", *f"-q -n {options.workers} --dist loadfile".split()]
-    command += ["-p", "benchmarks.defects", "--cov", "--cov-context=test", "--cov-report="]
+    command += ["--no-loadscope-reorder", "-p", "benchmarks.probes"]
+    command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Python has imported it
     command += [f"--junitxml={MAP / 'durations.xml'}", *options.tests]
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False)
 
 
 class Tests:
     """The tests that enter a line, by what :func:`run_map` kept."""
 
     def __init__(self) -> None:
-        self.kept = sqlite3.connect(MAP / "coverage", check_same_thread=False)
-        self.size: dict[str, int] = defaultdict(int)
-        for context, count in self.kept.execute(
-            "select context, count(*) from arc join context on context.id = context_id group by 1"
-        ):
-            self.size[context.rpartition("|")[0]] += count
-        self.size.pop("", None)  # what imports enter
+        self.places, self.entered = entered(MAP)
         self.seconds = dict(_durations(MAP / "durations.xml"))
         self.short = set(collected("-m", "not long"))
 
-    def entering(self, file: str) -> dict[int, set[str]]:
-        """Return the tests that enter each line of a file."""
-        entering: dict[int, set[str]] = defaultdict(set)
-        numbers = self.kept.execute("select id from file where path like ?", [f"%/{file}"])
-        rows = self.kept.execute(
-            "select context, abs(fromno), abs(tono) from arc"
-            " join context on context.id = context_id where file_id = ?",
-            numbers.fetchone() or [None],  # no test enters the file
-        )
-        for context, one, other in rows:
-            if test := context.rpartition("|")[0]:
-                entering[one].add(test)
-                entering[other].add(test)
+    def entering(self) -> dict[tuple[str, int], set[str]]:
+        """Return the tests that enter each line, by file and number."""
+        entering: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for test, numbers in self.entered.items():
+            for number in numbers:
+                file, first, last = self.places[number]
+                for line in range(first, last + 1):
+                    entering[file, line].add(test)
         return entering
-
-    def entered(self, files: set[str]) -> dict[str, set[tuple[int, int]]]:
-        """Return the lines of some files that each short test enters, with the file's number."""
-        of_files = {
-            number
-            for number, path in self.kept.execute("select id, path from file")
-            if any(path.endswith(f"/{file}") for file in files)
-        }
-        names = {
-            number: test
-            for number, context in self.kept.execute("select id, context from context")
-            if (test := context.rpartition("|")[0]) in self.short
-        }
-        entered: dict[str, set[tuple[int, int]]] = defaultdict(set)
-        for context, file, *lines in self.kept.execute(
-            "select context_id, file_id, abs(fromno), abs(tono) from arc"
-        ):
-            if file in of_files and context in names:
-                entered[names[context]].update((file, line) for line in lines)
-        return entered
 
     def chosen(self, entering: set[str], short: bool, seconds: float) -> list[str]:
         """Return tests that enter a line, of one part: the narrowest first, for some seconds."""
         files = {test.partition("::")[0] for test in entering}
         # The tests of a file may share a run, whose lines then count for the first of them.
-        mates = {test for test in self.size if test.partition("::")[0] in files} - entering
-        ordered = sorted(entering, key=self.size.__getitem__) + sorted(mates)
+        mates = {test for test in self.entered if test.partition("::")[0] in files} - entering
+        ordered = sorted(entering, key=lambda test: len(self.entered[test])) + sorted(mates)
         chosen, left = [], seconds
         for test in ordered:
             if (test in self.short) == short and left > 0:
@@ -328,18 +287,18 @@ def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> 
 def run_choose(options: argparse.Namespace) -> None:
     """Write which parameters of tests the short check leaves out."""
     tests = Tests()
-    entered = tests.entered({str(path.relative_to(ROOT)) for path in _files()})
-    others = Counter(place for places in entered.values() for place in places)
+    short = {test: tests.entered[test] for test in tests.short if test in tests.entered}
+    others = Counter(place for places in short.values() for place in places)
     left = Counter(test.partition("[")[0] for test in tests.short)
     chosen = []
-    for test in sorted(entered, key=lambda test: tests.seconds.get(test, 0.0), reverse=True):
+    for test in sorted(short, key=lambda test: tests.seconds.get(test, 0.0), reverse=True):
         name = test.partition("[")[0]
         kept = left[name] == 1 or test.startswith(SHARED) or tests.seconds.get(test, 0.0) < 1
-        if not kept and all(others[place] > options.others for place in entered[test]):
-            others.subtract(entered[test])
+        if not kept and all(others[place] > options.others for place in short[test]):
+            others.subtract(short[test])
             left[name] -= 1
             chosen.append(test)
-    head = "# Left out by ./check. benchmarks/defects.py choose writes this file.\n"
+    head = "# Left out by ./check. python -m benchmarks.defects choose writes this file.\n"
     LEFT_OUT.write_text(head + "".join(f"{test}\n" for test in sorted(chosen)))
     seconds = sum(tests.seconds[test] for test in chosen)
     print(f"{len(chosen)} of {len(tests.short)} tests, {seconds:.0f} s of them, are left out")
@@ -358,12 +317,14 @@ def _files() -> list[Path]:
 def run_plant(options: argparse.Namespace) -> None:
     """Plant defects, and print what finds each of them."""
     tests = Tests()
-    every: dict[Defect, set[str]] = {}  # and the tests that enter them
-    for path in _files():
-        entering = tests.entering(str(path.relative_to(ROOT)))
-        for defect in defects_of(path):
-            if entering[defect.line] and re.search(options.only, f"{defect.file}:{defect.line}"):
-                every[defect] = entering[defect.line]
+    entering = tests.entering()
+    every = {  # and the tests that enter them
+        defect: entering[defect.file, defect.line]
+        for path in _files()
+        for defect in defects_of(path)
+        if entering[defect.file, defect.line]
+        and re.search(options.only, f"{defect.file}:{defect.line}")
+    }
     defects = random.Random(options.seed).sample([*every], min(options.count, len(every)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     print(
@@ -412,5 +373,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # this folder has a module of its own that is called coverage
     main()
