@@ -211,7 +211,7 @@ def _table(text: str, shipped: list[Method]) -> str:
         re.M,
     )
     text = _replaced(table, text, rows)
-    for needs in ("a head", "a head and classes"):
+    for needs in ("a head", "a head and classes", "adapters"):
         text = _row(text, needs, ", ".join(one.name for one in shipped if one.needs == needs))
     manual = ", ".join(one.name for one in shipped if one.manual)
     return _row(text, "automatic optimization", f"all but {manual}")

@@ -24,7 +24,7 @@ from pflight.engines.alone.copies import Copies
 from pflight.errors import ClientError
 from pflight.local_client import LocalClient
 from pflight.method import ClientMethod
-from pflight.models import Classifier
+from pflight.models import Classifier, LoRA
 from pflight.states.state import StateLayout
 from tests import reference
 
@@ -111,6 +111,16 @@ def dropout_client(kind: type[Classifier] = Classifier, **options: Any) -> Class
 def batchnorm_client(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:
     layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)
     return network_client(nn.Sequential(*layers), kind, **options)
+
+
+class Adapted(Classifier):
+    """A client whose network has low-rank adapters. A normalization, if any, trains as well."""
+
+    def __init__(self, network: nn.Module, *args: Any, **options: Any) -> None:
+        linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
+        normal = [n for n, part in network.named_modules() if isinstance(part, nn.BatchNorm1d)]
+        adapted = LoRA(network, linear, rank=2, alpha=1, trained=normal)
+        super().__init__(adapted, *args, **options)
 
 
 def samples(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class Method(NamedTuple):
     callback: type[ServerCallback]
     used: str
     gives: str
-    needs: Literal["", "a head", "a head and classes"] = ""
+    needs: Literal["", "a head", "a head and classes", "adapters"] = ""
     manual: bool = False
     tested: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}})
     tolerance: float = 1e-9
