@@ -186,10 +186,6 @@ class Plan:
         return self._rows[known]
 
 
-FOR_ADAPTERS = ("fedit", "ffa_lora", "fedsa_lora")
-"""Shipped methods for networks with low-rank adapters."""
-
-
 def methods_of(names: Sequence[str]) -> list[Method]:
     """Return methods by the names of shipped configurations, or by the paths of others.
 
@@ -199,7 +195,7 @@ def methods_of(names: Sequence[str]) -> list[Method]:
         ConfigurationError: If there is no such method, or two have one name.
     """
     found: dict[str, Method] = {}
-    shipped = [one.name for one in catalogue.methods() if one.name not in FOR_ADAPTERS]
+    shipped = [one.name for one in catalogue.methods() if one.needs != "adapters"]
     names = [*chain.from_iterable(shipped if name == "all" else [name] for name in names)]
     for name in names:
         method = _method(name)
