@@ -22,6 +22,7 @@ from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
 from .methods.fedgh import FedGH
 from .methods.fedlc import FedLC
+from .methods.fedlease import FedLEASE
 from .methods.fednova import FedNova
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
@@ -99,6 +100,7 @@ __all__ = [
     "FedFomo",
     "FedGH",
     "FedLC",
+    "FedLEASE",
     "FedNova",
     "FedPAC",
     "FedProto",

@@ -361,6 +361,7 @@ class ClientWork:
         sent: TensorDict,
         round_index: int | None = None,
         epochs: int | None = None,
+        returns: Collection[str] | None = None,
     ) -> ClientUpdates:
         """Train the clients ``[C]`` aside from any round: nothing is kept.
 
@@ -372,6 +373,7 @@ class ClientWork:
             round_index: Keys the order of batches and all other randomness; by default as if there
                 were another round now.
             epochs: Local epochs, in place of the federation's own epochs or steps.
+            returns: Names of the entries that they send back; by default all that travel.
         """
         starts = self.outer_method.before_training(self, clients, sent)
         updates = self.attached_engine.train(
@@ -384,19 +386,32 @@ class ClientWork:
         self.note_failures(updates.failures, "to find its place")
         updates = self.finished(clients, starts, updates)
         assert self.callback is not None
-        updates = self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
+        names = self.callback.sent_names if returns is None else returns
+        updates = self.transformed(clients, sent, updates, names, keep=False)
         busy = self.attached_engine.setup.has_batches(updates.clients)
-        self.count_aside(clients, sent, updates if busy.all() else updates.where(busy))
+        self.count_aside(clients, sent, updates if busy.all() else updates.where(busy), names)
         return updates
 
     def count_aside(
-        self, clients: Tensor, sent: TensorDict, updates: ClientUpdates | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        updates: ClientUpdates | None = None,
+        returns: Collection[str] | None = None,
     ) -> None:
-        """Count what the clients ``[C]`` are sent aside from a round, and what they send."""
+        """Count what the clients ``[C]`` are sent aside from a round, and what they send.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            updates: What they send back, if they do.
+            returns: As in :meth:`train_aside`.
+        """
         assert self.callback is not None
         self.aside.down += len(clients) * state_bytes(sent)
         if updates is not None:
-            names = [name for name in self.callback.sent_names if name in updates.states]
+            returned = self.callback.sent_names if returns is None else returns
+            names = [name for name in returned if name in updates.states]
             updates = replace(updates, states=updates.states.select(*names))
             self.aside.up += self.bytes_up(updates)
 

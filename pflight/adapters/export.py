@@ -33,9 +33,12 @@ def write_model(
             trainable parameters.
 
     Raises:
-        ConfigurationError: If the folder has files, a package is missing, or the adapters belong
-            to another base than the module was made with.
+        ConfigurationError: If the folder has files, a package is missing, the adapters belong to
+            another base than the module was made with, or a method has changed what they do.
     """
+    for part in module.modules():
+        if reason := getattr(part, "not_exported", ""):
+            raise ConfigurationError(f"this model can't be exported: {reason}")
     folder = Path(folder)
     if trained is None:
         trained = [name for name, value in module.named_parameters() if value.requires_grad]
