@@ -43,6 +43,7 @@ from .methods.pfedhn import PFedHN
 from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
 from .methods.reptile import Reptile
+from .methods.rolora import RoLoRA
 from .methods.scaffold import SCAFFOLD
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
@@ -120,6 +121,7 @@ __all__ = [
     "PredictionWriter",
     "Reptile",
     "ResultTable",
+    "RoLoRA",
     "Robust",
     "ServerCallback",
     "SharedPart",
