@@ -31,6 +31,7 @@ from .methods.fedrs import FedRS
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
+from .methods.hetlora import HetLoRA
 from .methods.ifca import IFCA
 from .methods.knn_per import KNNPer
 from .methods.l2gd import L2GD
@@ -109,6 +110,7 @@ __all__ = [
     "FedRoD",
     "FedSGD",
     "FederationProgressBar",
+    "HetLoRA",
     "HeurFedAMP",
     "HypoCluster",
     "KNNPer",

@@ -33,6 +33,7 @@ NEED_CLASSES = {  # or adapters, and what is said before the start
     "fedec": "constraint 'kl' compares logits",
     "fedsa_lora": r"Private: '\*lora_B\*' matches none of",
     "ffa_lora": r"Frozen: '\*lora_A\*' matches none of",
+    "hetlora": "HetLoRA needs low-rank adapters, and Diabetes has none",
     "rolora": "RoLoRA needs low-rank adapters, and Diabetes has none",
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
 } | {

@@ -9,8 +9,7 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.adapters.pairs import plain_pairs
-from pflight.errors import ConfigurationError
+from pflight.adapters.pairs import trained_pairs
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, Phase
 from pflight.options import checked
@@ -45,19 +44,10 @@ class InTurn(ClientMethod):
         """
         tensors = state_tensors(module)
         even, odd = set[str](), set[str]()
-        for pair in plain_pairs(module, "RoLoRA"):
-            trains = [name for name in pair.names if tensors[name].requires_grad]
-            if len(trains) == 1:
-                (other,) = {*pair.names} - {*trains}
-                raise ConfigurationError(
-                    f"RoLoRA trains both factors of an adapter in turn, and {other!r} is frozen"
-                )
-            if trains:
-                begin_with_a = not tensors[pair.a].any()
-                even.add(pair.a if begin_with_a else pair.b)
-                odd.add(pair.b if begin_with_a else pair.a)
-        if not even:
-            raise ConfigurationError("RoLoRA: all adapters of the client module are frozen")
+        for pair in trained_pairs(module, "RoLoRA"):
+            first, second = (pair.b, pair.a) if tensors[pair.a].any() else pair.names
+            even.add(first)
+            odd.add(second)
         return even, odd
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:

@@ -278,7 +278,11 @@ def _half_frozen() -> Regressor:
             lambda: Regressor(nn.Linear(2, 3)).double(),
             "RoLoRA needs low-rank adapters, and Regressor has none",
         ),
-        (RoLoRA, _half_frozen, r"RoLoRA trains both factors .* in turn, and '.*lora_A.*' is froz"),
+        (
+            RoLoRA,
+            _half_frozen,
+            r"RoLoRA trains both factors .*, and '.*lora_A.*' is frozen",
+        ),
         (RoLoRA, lambda: regressor(use_dora=True), "RoLoRA can't use the adapter of .*Dora"),
         (
             lambda: RoLoRA(modifiers=[Private("*lora_B*")]),
