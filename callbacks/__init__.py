@@ -32,6 +32,7 @@ from .methods.fedrs import FedRS
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
+from .methods.hetlora import HetLoRA
 from .methods.ifca import IFCA
 from .methods.knn_per import KNNPer
 from .methods.l2gd import L2GD
@@ -44,6 +45,7 @@ from .methods.pfedhn import PFedHN
 from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
 from .methods.reptile import Reptile
+from .methods.rolora import RoLoRA
 from .methods.scaffold import SCAFFOLD
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
@@ -110,6 +112,7 @@ __all__ = [
     "FedRoD",
     "FedSGD",
     "FederationProgressBar",
+    "HetLoRA",
     "HeurFedAMP",
     "HypoCluster",
     "KNNPer",
@@ -122,6 +125,7 @@ __all__ = [
     "PredictionWriter",
     "Reptile",
     "ResultTable",
+    "RoLoRA",
     "Robust",
     "ServerCallback",
     "SharedPart",

@@ -41,6 +41,13 @@ class Phase(NamedTuple):
     """
     lr: float | None = None
     """Learning rate in place of the optimizer's own."""
+    turn: tuple[int, int] | None = None
+    """The rounds that have this phase: with ``(1, 2)`` every second one, from round 1. By default
+    all rounds have it."""
+
+    def in_round(self, index: int) -> bool:
+        """Return whether a round has this phase."""
+        return self.turn is None or index % self.turn[1] == self.turn[0]
 
 
 _NOW_MODELS = {"judged", "as_sent", "after_finetuning", "further", "further_models"}

@@ -34,6 +34,8 @@ NEED_CLASSES = {  # or adapters, and what is said before the start
     "fedlease": "FedLEASE needs low-rank adapters, and Diabetes has none",
     "fedsa_lora": r"Private: '\*lora_B\*' matches none of",
     "ffa_lora": r"Frozen: '\*lora_A\*' matches none of",
+    "hetlora": "HetLoRA needs low-rank adapters, and Diabetes has none",
+    "rolora": "RoLoRA needs low-rank adapters, and Diabetes has none",
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
 } | {
     entry.name: "the algorithm needs classes, and Diabetes has no num_classes"

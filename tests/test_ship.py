@@ -20,7 +20,16 @@ from pflight.command import catalogue
 from pflight.errors import ConfigurationError
 from tests.algorithm_tester import shipped
 from tests.pages import ROOT
-from tests.runs import CLASSES, FEATURES, ByHand, batchnorm_client, network_client, run, small_data
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    Adapted,
+    ByHand,
+    batchnorm_client,
+    network_client,
+    run,
+    small_data,
+)
 
 METHODS = list(shipped())
 MADE = {
@@ -225,14 +234,21 @@ def test_entries_say_what_methods_need(method: Method) -> None:
     callback = method.callback(**method.tested[""])
     assert callback.client_method.needs_classes == (method.needs == "a head and classes")
     said = None if method.manual else "manual optimization"
+    by_hand = AdaptedByHand if method.needs == "adapters" else ByHand
     with refusal(said):
-        run(batchnorm_client(ByHand), small_data(), method.callback(**method.tested[""]))
+        run(batchnorm_client(by_hand), small_data(), method.callback(**method.tested[""]))
     said = "no linear layer that could be its head" if method.needs else None
+    if method.needs == "adapters":
+        said = "needs low-rank adapters"
     if method.name == "FeSEM-MA":  # whose matching asks for more
         said = "matching needs a chain"
     with refusal(said):
         network = nn.Sequential(nn.BatchNorm1d(FEATURES), Times())
         run(network_client(network), small_data(), callback)
+
+
+class AdaptedByHand(Adapted, ByHand):
+    """A module with adapters that optimizes manually."""
 
 
 def refusal(said: str | None) -> AbstractContextManager[object]:

@@ -113,6 +113,29 @@ def plain_pairs(module: nn.Module, owner: str) -> list[Pair]:
     return pairs
 
 
+def trained_pairs(module: nn.Module, owner: str) -> list[Pair]:
+    """Return the :func:`plain_pairs` of a module that train.
+
+    Args:
+        module: The module.
+        owner: Who needs them, for messages.
+
+    Raises:
+        ConfigurationError: If none trains, or only one factor of a pair.
+    """
+    tensors, found = state_tensors(module), []
+    for pair in plain_pairs(module, owner):
+        frozen = [name for name in pair.names if not tensors[name].requires_grad]
+        if len(frozen) == 1:
+            raise ConfigurationError(
+                f"{owner} trains both factors of an adapter, and {frozen[0]!r} is frozen"
+            )
+        found += [] if frozen else [pair]
+    if not found:
+        raise ConfigurationError(f"{owner}: all adapters of {type(module).__name__} are frozen")
+    return found
+
+
 def scales_of(module: nn.Module) -> dict[str, float]:
     """Return the scale of each low-rank pair, by a name for messages."""
     return {f"the scale of {pair.a}": pair.scale for pair in find_pairs(module)}

@@ -293,11 +293,12 @@ class ClientSetup:
                 group["lr"] = group["lr"] * self.lr_decay**self.round_index
 
     def phases(self, epochs: int, anchored: bool) -> list[Phase] | None:
-        """Return the phases of local training, or ``None`` if all epochs are alike."""
+        """Return the phases of the round's local training, or ``None`` if all epochs are alike."""
         key = epochs, anchored
         if key not in self._phases:
             self._phases[key] = self.client_method.phases(self.client, *key)
-        return self._phases[key]
+        phases = self._phases[key]
+        return phases and [phase for phase in phases if phase.in_round(self.round_index)]
 
     @cached_property
     def tells_round(self) -> bool:

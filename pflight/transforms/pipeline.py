@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -85,8 +86,11 @@ class Pipeline:
 
     @property
     def slot(self) -> str:
-        """Where a client remembers what is left out."""
-        return "transforms.gradients" if self.gradients else "transforms"
+        """Where a client remembers what is left out: a place for each set of parameters."""
+        slot = "transforms.gradients" if self.gradients else "transforms"
+        if self.parameters == [*self.layout.shared_parameters]:
+            return slot
+        return f"{slot}.{hashlib.sha256(' '.join(self.parameters).encode()).hexdigest()[:16]}"
 
     def empty_memory(self, count: int, device: torch.device) -> TensorDict:
         """Return what clients ``[C]`` remember at first: nothing was left out."""
