@@ -385,7 +385,7 @@ class ServerCallback(L.Callback):
         """Move the declared tensors to the device of the server's models."""
         for name, declared in self._states.items():
             setattr(self, name, declared.move(getattr(self, name), self.clients.device))
-        if self.has_side_path:
+        if "side_path" in self._states:
             self.side_path.show(self.clients.module, self.pairs)
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:

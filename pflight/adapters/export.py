@@ -137,8 +137,10 @@ def _side_paths(layer: Any, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
             if len(hook.factors) == 2:
                 yield hook.factors[0], hook.factors[1]
             else:
-                u, s, v = torch.linalg.svd(hook.factors[0].double(), full_matrices=False)
-                rank = int((s > 1e-12 * s[0]).sum())
+                (matrix,) = hook.factors
+                u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+                zero = 1e-12 if matrix.dtype == torch.float64 else 1e-7
+                rank = int((s > zero * s[0]).sum())
                 yield u[:, :rank] * s[:rank], v[:rank]
 
 
