@@ -587,7 +587,9 @@ class ServerCallback(L.Callback):
                 f"{owner}: all clients of a process share one side path, and this method has a "
                 "model for each cluster: take 'factors' or 'product'"
             )
-        if self.aggregation == "stack" and (method.personal is not None or method.remembers):
+        keeps = type(self.clients.outer_method).keep is not ClientMethod.keep
+        keeps = keeps or method.personal is not None or method.remembers
+        if self.aggregation == "stack" and keeps:
             raise ConfigurationError(
                 f"{owner}: clients of this method keep adapters from earlier rounds, and 'stack' "
                 "starts new ones in each round: take another value"

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 pytest.importorskip("peft")
 
 import peft
+import safetensors.torch
 
 from pflight import Federation
+from pflight.__main__ import main
 from pflight.adapters import Pair, find_pairs
 from pflight.adapters.export import write_model
 from pflight.adapters.low_rank import LowRank
 from pflight.adapters.product_mean import PairMean, ProductMean, ResidualMean, StackMean
 from pflight.adapters.side_path import Addend, SidePath, add_hooks, addends_of
-from pflight.callbacks import IFCA, Ditto, FedAvg, FedProx
+from pflight.callbacks import IFCA, Ditto, FedALA, FedAvg, FedProx
 from pflight.datamodules import TensorClients
 from pflight.deploy.agreement import agreement_on
 from pflight.errors import ConfigurationError
@@ -519,6 +521,36 @@ def test_an_exported_adapter_has_the_side_path(
         assert (loaded(x) - adapted().double().eval()(x)).abs().max() > 1e-3
 
 
+CONFIG = """
+model:
+  local_epochs: 1
+  client:
+    class_path: pflight.models.Classifier
+    init_args: {network: {class_path: tests.adapters.test_export.network}}
+trainer:
+  max_epochs: 2
+  callbacks+:
+    - class_path: FedAvg
+      init_args: {aggregate: residual, residual_rank: 3, log_product_error: true}
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(CONFIG)
+    configs = "--config=configs/data/digits.yaml", "--config=own.yaml"
+    options = "--trainer.callbacks.residual_rank=2", "--trainer.max_epochs=1"
+    main(["fit", *configs, "--trainer.default_root_dir=run", *options])
+    main(["export", "run", "--client", "3", "--out", "3"])
+    main(["export", "run", "--server", "--out", "server"])
+    one, server = (
+        safetensors.torch.load_file(f"{who}/adapter_model.safetensors") for who in ("3", "server")
+    )
+    assert one.keys() == server.keys()
+    assert all(torch.equal(one[entry], server[entry]) for entry in one)
+    assert min(len(factor) for factor in one.values()) == 2 + 2  # the adapter's and the residual's
+
+
 # Other methods, and what is refused
 
 
@@ -576,6 +608,7 @@ def schedule(optimizer: Any) -> Any:
             {},
             "Ditto with aggregate='stack': clients of this method keep adapters",
         ),
+        (lambda: FedALA(aggregate="stack"), {}, "FedALA .* keep adapters from earlier"),
         (
             lambda: FedAvg(aggregate="residual", modifiers=[Private("*lora_B*")]),
             {},
