@@ -275,6 +275,7 @@ class ServerCallback(L.Callback):
                 path = SidePath.of(self.pairs, clients.num_clients)
                 self.add_state("side_path", path, kind=SidePath)
             self.setup_server()
+            self._check_one_model()
             sent = {*self.sent_names}
             if self.sends_model and not self.shared_parameters:
                 raise ConfigurationError(nothing_sent(self))
@@ -582,17 +583,24 @@ class ServerCallback(L.Callback):
                 )
         if self.aggregation != "factors" and not self.aggregates:
             raise ConfigurationError(f"{owner}: this method has a rule of its own for its mean")
-        if self.has_side_path and not self.has_one_model:
-            raise ConfigurationError(
-                f"{owner}: all clients of a process share one side path, and this method has a "
-                "model for each cluster: take 'factors' or 'product'"
-            )
         keeps = type(self.clients.outer_method).keep is not ClientMethod.keep
         keeps = keeps or method.personal is not None or method.remembers
         if self.aggregation == "stack" and keeps:
             raise ConfigurationError(
                 f"{owner}: clients of this method keep adapters from earlier rounds, and 'stack' "
                 "starts new ones in each round: take another value"
+            )
+
+    def _check_one_model(self) -> None:
+        """Raise if there is a side path, and more than one server model.
+
+        Raises:
+            ConfigurationError: Naming the option.
+        """
+        if self.has_side_path and not (self.has_one_model and len(self.server) == 1):
+            raise ConfigurationError(
+                f"{self._aggregating}: all clients of a process share one side path, and this "
+                "method has several server models: take 'factors' or 'product'"
             )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -151,7 +151,8 @@ class SidePath:
 
         Of each pair, a client is sent the terms that it has missed, or the whole if it is smaller.
         """
-        whole = self.sizes.new_tensor([sum(t.nbytes for t in own) for own in self.addends])
+        whole = torch.tensor([sum(t.nbytes for t in own) for own in self.addends])
+        whole = whole.to(self.sizes)
         sums = torch.cat([torch.zeros_like(whole)[None], self.sizes.cumsum(0)])
         missed = sums[-1] - sums[self.known[clients.to(self.known.device)]]
         return int(torch.minimum(missed, whole).sum())
@@ -168,14 +169,15 @@ class SidePath:
         Args:
             pairs: The pairs.
             terms: The terms by pair.
-            like: Entries of a state, with the data type of each pair.
+            like: Entries of a state. The side path has their data type, or at least 32 bits.
 
         Raises:
             ConfigurationError: If the result is not finite.
         """
         sizes = []
         for place, pair in enumerate(pairs):
-            term, dtype = terms[pair], like[pair.a].dtype
+            term = terms[pair]
+            dtype = torch.promote_types(like[pair.a].dtype, torch.float32)
             numbers = min(_numbers(term), len(term.left) * term.right.shape[1])
             sizes.append(numbers * dtype.itemsize)
             self.addends[place] = own = _sum(self.addends[place], term, dtype)
@@ -183,7 +185,7 @@ class SidePath:
                 raise ConfigurationError(
                     f"the side path of {pair.layer!r} is not finite: lower the clients' step size"
                 )
-        self.sizes = torch.cat([self.sizes, self.sizes.new_tensor([sizes])])
+        self.sizes = torch.cat([self.sizes, torch.tensor([sizes]).to(self.sizes)])
 
 
 def _numbers(x: LowRank) -> int:

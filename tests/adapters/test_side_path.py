@@ -23,13 +23,14 @@ from pflight.adapters.export import write_model
 from pflight.adapters.low_rank import LowRank
 from pflight.adapters.product_mean import PairMean, ProductMean, ResidualMean, StackMean
 from pflight.adapters.side_path import Addend, SidePath, add_hooks, addends_of
-from pflight.callbacks import IFCA, Ditto, FedALA, FedAvg, FedProx
+from pflight.callbacks import IFCA, Ditto, FedALA, FedAvg, FedProx, FeSEM
 from pflight.datamodules import TensorClients
 from pflight.deploy.agreement import agreement_on
 from pflight.errors import ConfigurationError
 from pflight.modifiers import Frozen, Private
 from pflight.runs.check_state import CheckState
 from tests.adapters.worlds import A, B, Regressor, clients, matrix, regressor, trained
+from tests.other_device import other_device, strategy
 from tests.runs import ENGINES, quiet_trainer
 
 W0 = matrix([[1, 0], [0, 1], [1, 1]])
@@ -438,6 +439,51 @@ def test_resuming_is_exact(how: Any, tmp_path: Path) -> None:
         Federation.load_from_checkpoint(tmp_path / "4.ckpt", client=regressor(), callback=FedAvg())
 
 
+def found_on(folder: Path, how: Any, engine: str, **options: Any) -> list[Tensor]:
+    """Train a round, resume for a second; return models, losses and outputs."""
+    path = None
+    for rounds in (1, 2):
+        module = Judged(regressor().network).double()
+        federation = Federation(module, local_steps=2, engine=engine)  # type: ignore[arg-type]
+        data = TensorClients(SAMPLES, val=SAMPLES, batch_size=2)
+        trainer = quiet_trainer(rounds, FedAvg(aggregate=how), **options)
+        trainer.fit(federation, datamodule=data, ckpt_path=path)
+        trainer.save_checkpoint(path := folder / "last.ckpt")
+    outputs = federation.client_module(0).network(torch.ones(1, 2).double()).detach()
+    state = federation.server_states()[0]
+    return [
+        state[A],
+        state[B],
+        *side(federation.client),
+        federation.client_metrics("val")["loss"],
+        outputs,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@ENGINES
+@pytest.mark.parametrize("how", SIDES)
+def test_devices_agree(
+    how: Any, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pflight.engines.stacked.stack._OFTEN", 10**9)  # far tensors are not traced
+    expected = found_on(tmp_path, how, engine)
+    with other_device(monkeypatch):
+        found = found_on(tmp_path, how, engine, strategy=strategy(), accelerator="auto")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(getattr(one, "near", one), other, check_device=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@ENGINES
+@pytest.mark.parametrize("how", SIDES)
+def test_a_gpu_agrees(how: Any, engine: str, tmp_path: Path) -> None:
+    expected = found_on(tmp_path, how, engine)
+    found = found_on(tmp_path, how, engine, accelerator="gpu", devices=1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, check_device=False)
+
+
 # Bytes
 
 
@@ -573,6 +619,33 @@ def test_methods_that_average_have_it(make: Any, engine: str) -> None:
     assert "residual" in federation.algorithm
 
 
+@pytest.mark.parametrize("how", ["factors", "product"])
+def test_clusters_log_the_error_of_all(how: Any) -> None:
+    """One cluster has the error of FedAvg; clients in clusters of their own have none."""
+    one = trained(IFCA(1, aggregate=how, log_product_error=True))
+    plain = trained(FedAvg("samples", aggregate=how, log_product_error=True))
+    name = "adapters/product_error"
+    assert one.history[0].metrics[name] == pytest.approx(plain.history[0].metrics[name])
+    assert plain.history[0].metrics[name] > 1e-4
+    two = trained(FeSEM(2, aggregate=how, log_product_error=True))
+    assert two.history[0].metrics[name] == pytest.approx(0, abs=1e-12)
+
+
+def test_half_precision_is_not_that_of_the_side_path() -> None:
+    term = LowRank([(torch.ones(6, 1).double(), torch.full((1, 5), 1 / 3).double())])
+    path = SidePath.of([PAIR], 1)
+    path.add([PAIR], {PAIR: term}, {"a": torch.zeros(1, dtype=torch.bfloat16)})
+    assert {factor.dtype for factor in path.addends[0]} == {torch.float32}
+    assert path.sizes.tolist() == [[4 * 11]]
+
+
+class Two(FedAvg):
+    """Has a second server model."""
+
+    def setup_server(self) -> None:
+        self.server.add(2)
+
+
 class Stepped(FedAvg):
     """Has another default step."""
 
@@ -601,8 +674,9 @@ def schedule(optimizer: Any) -> Any:
         (
             lambda: IFCA(2, aggregate="residual"),
             {},
-            "IFCA with aggregate='residual': .* this method has a model for each cluster",
+            "IFCA with aggregate='residual': .* this method has several server models",
         ),
+        (lambda: Two(aggregate="stack"), {}, "Two with .* this method has several server models"),
         (
             lambda: Ditto(aggregate="stack"),
             {},
