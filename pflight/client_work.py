@@ -57,6 +57,9 @@ class ServerSide(Protocol):
     def freeze(self, module: L.LightningModule) -> None:
         """Freeze what modifiers name in a copy of the client module."""
 
+    def add_side_path(self, module: L.LightningModule) -> None:
+        """Add the hooks of a side path to a copy of the client module, if there is one."""
+
     def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries of a state that stay with the client."""
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError, described
+
+from .pairs import adapted_layers
+from .side_path import Addend
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
@@ -25,6 +33,8 @@ def write_model(
     ``PeftModel.from_pretrained(base, folder)`` loads it. Several are written into folders by their
     names. Other trained entries go to ``extra.safetensors``. A module without a ``PeftModel`` has
     all its entries in ``model.safetensors``.
+
+    A side path becomes part of the adapter, whose rank grows by that of the side path.
 
     Args:
         module: The module.
@@ -55,7 +65,9 @@ def write_model(
     for name, model in adapted.items():
         own = folder if len(adapted) == 1 else folder / name
         try:
-            model.save_pretrained(str(own), save_embedding_layers=False)
+            with _with_side_path(model) as tensors:
+                options = {"state_dict": tensors, "save_embedding_layers": False}
+                model.save_pretrained(str(own), **options)
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"peft can't write the adapters{_of(name)}: {described(error)}"
@@ -89,6 +101,50 @@ def _check_base(name: str, model: Any) -> None:
                 f"the adapters{_of(name)} began with init_lora_weights={start!r}, which changes "
                 "the base: they fit no base that others have"
             )
+
+
+@contextmanager
+def _with_side_path(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield the entries of a PeftModel, with a side path in its adapters.
+
+    An adapter becomes ``[B, L / s]`` and ``[A; M]`` with the same scale s. Meanwhile, the model's
+    configurations have the ranks of these adapters.
+    """
+    plain, before = model.state_dict(), model.peft_config
+    tensors, configs = dict(plain), copy.deepcopy(before)
+    for layer, pair in adapted_layers(model):
+        for left, right in _side_paths(layer, pair.adapter):
+            b, a = plain[pair.b], plain[pair.a]
+            wide = torch.cat([b.flatten(1), left.to(b) / pair.scale], dim=1)
+            long = torch.cat([a.flatten(1), right.to(a)])
+            config, rank = configs[pair.adapter], len(long)
+            wide, long = wide.reshape(len(b), -1, *b.shape[2:]), long.reshape(-1, *a.shape[1:])
+            for old, new in ((b, wide), (a, long)):  # tied layers have several names
+                names = [name for name, t in plain.items() if t.data_ptr() == old.data_ptr()]
+                tensors.update(dict.fromkeys(names, new))
+            key = f"^{re.escape(pair.layer.removeprefix('base_model.model.'))}"
+            alpha = pair.scale * (math.sqrt(rank) if config.use_rslora else rank)
+            config.rank_pattern = {key: rank, **config.rank_pattern}
+            config.alpha_pattern = {key: alpha, **config.alpha_pattern}
+    model.peft_config = configs
+    try:
+        yield tensors
+    finally:
+        model.peft_config = before
+
+
+def _side_paths(layer: Any, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the side path of an adapter in a layer as two factors, unless it is 0."""
+    for hook in layer._forward_hooks.values():
+        if isinstance(hook, Addend) and hook.pair.adapter == adapter and hook.factors:
+            if len(hook.factors) == 2:
+                yield hook.factors[0], hook.factors[1]
+            else:
+                (matrix,) = hook.factors
+                u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+                zero = 1e-12 if matrix.dtype == torch.float64 else 1e-7
+                rank = int((s > zero * s[0]).sum())
+                yield u[:, :rank] * s[:rank], v[:rank]
 
 
 def _entries_of_adapters(name: str, model: Any) -> set[str]:
