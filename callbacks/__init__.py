@@ -16,6 +16,7 @@ from .methods.fedcac import FedCAC
 from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
+from .methods.feddpa import FedDPA
 from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
 from .methods.fedexp import FedExP
@@ -93,6 +94,7 @@ __all__ = [
     "FedCluster",
     "FedDANE",
     "FedDBE",
+    "FedDPA",
     "FedDyn",
     "FedEC",
     "FedExP",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError, described
+from pflight.states.head import EXTRA
+
+from .second import SecondAdapter
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
@@ -24,7 +31,8 @@ def write_model(
     A ``PeftModel`` inside the module is written by its ``save_pretrained``, so that
     ``PeftModel.from_pretrained(base, folder)`` loads it. Several are written into folders by their
     names. Other trained entries go to ``extra.safetensors``. A module without a ``PeftModel`` has
-    all its entries in ``model.safetensors``.
+    all its entries in ``model.safetensors``. Two adapters with constant weights are written as one
+    of twice the rank.
 
     Args:
         module: The module.
@@ -42,8 +50,11 @@ def write_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"--out: {folder} exists already and is not empty")
     adapted = _peft_models(module)
+    second = [part for part in module.modules() if isinstance(part, SecondAdapter)]
     for name, model in adapted.items():
         _check_base(name, model)
+    for part in second:
+        _check_sum(part)
     folder.mkdir(parents=True, exist_ok=True)
     if not adapted:
         _save(module.state_dict(), folder / MODEL_FILE)
@@ -52,7 +63,8 @@ def write_model(
     for name, model in adapted.items():
         own = folder if len(adapted) == 1 else folder / name
         try:
-            model.save_pretrained(str(own), save_embedding_layers=False)
+            with _summed(name, model, second) as sums:
+                model.save_pretrained(str(own), save_embedding_layers=False, **sums)
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"peft can't write the adapters{_of(name)}: {described(error)}"
@@ -60,6 +72,8 @@ def write_model(
         (own / "README.md").unlink(missing_ok=True)  # an empty form
         written |= _entries_of_adapters(name, model)
     tensors = module.state_dict()
+    if second:
+        written |= {entry for entry in tensors if entry.startswith(f"{EXTRA}.")}
     if extra := {entry: tensors[entry] for entry in trained if entry not in written}:
         _save(extra, folder / EXTRA_FILE)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -86,6 +100,59 @@ def _check_base(name: str, model: Any) -> None:
                 f"the adapters{_of(name)} began with init_lora_weights={start!r}, which changes "
                 "the base: they fit no base that others have"
             )
+
+
+def _check_sum(part: SecondAdapter) -> None:
+    """Raise if the sum of two adapters of a layer is no adapter."""
+    if part.weighs_inputs:
+        raise ConfigurationError(
+            f"the two adapters of {part.pair.layer!r} have weights that depend on the input, so "
+            "they are no single adapter: export the server's model, or use the client module"
+        )
+    if getattr(part.b, "bias", None) is not None:
+        raise ConfigurationError(
+            f"the two adapters of {part.pair.layer!r} have biases, and can't be written as one"
+        )
+
+
+@contextmanager
+def _summed(
+    name: str, model: Any, second: Collection[SecondAdapter]
+) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Yield what ``save_pretrained`` takes to write both adapters of each layer as one.
+
+    Their factors stand side by side. Meanwhile the configuration has twice the rank, and the same
+    scale.
+    """
+    prefix = f"{name}." if name else ""
+    state, configs = dict(model.state_dict()), model.peft_config
+    sums = [part for part in second if part.constant_weights[1] != 0]
+    sums = [part for part in sums if part.pair.a.removeprefix(prefix) in state]
+    for part in sums:
+        (own, other), (a, b) = part.constant_weights, part.factors
+        first, last = (entry.removeprefix(prefix) for entry in part.pair.names)
+        state[first] = torch.cat([state[first], a])
+        state[last] = torch.cat([own * state[last], other * b], dim=1)
+    if not sums:
+        yield {}
+        return
+    model.peft_config = {
+        adapter: _widened(config) if any(p.pair.adapter == adapter for p in sums) else config
+        for adapter, config in configs.items()
+    }
+    try:
+        yield {"state_dict": state}
+    finally:
+        model.peft_config = configs
+
+
+def _widened(config: Any) -> Any:
+    """Return the configuration of adapters with twice the rank and the same scale."""
+    config, factor = copy.deepcopy(config), math.sqrt(2) if config.use_rslora else 2
+    config.r, config.lora_alpha = 2 * config.r, factor * config.lora_alpha
+    config.rank_pattern = {layer: 2 * rank for layer, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {layer: factor * alpha for layer, alpha in config.alpha_pattern.items()}
+    return config
 
 
 def _entries_of_adapters(name: str, model: Any) -> set[str]:
