@@ -9,7 +9,7 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,20 @@ WITH_OPTIONS = (
 )
 
 
-def catalogue() -> str:
-    """Return the text of the file."""
+def catalogue(needs: Mapping[str, str]) -> str:
+    """Return the text of the file; ``needs`` has what a method asks of the client, by its name."""
     configs = [*_configs()]
     methods = [one for one in configs if one["name"].startswith("algorithm/")]
+
+    def _needs(one: dict[str, str]) -> dict[str, str]:
+        name = re.split(r":| \(", one["summary"])[0]
+        return {"needs": needs[name]} if needs.get(name) else {}
+
     found = {
-        "methods": [{**one, "name": Path(one["name"]).name, **_callback(one)} for one in methods],
+        "methods": [
+            {**one, "name": Path(one["name"]).name, **_callback(one), **_needs(one)}
+            for one in methods
+        ],
         "data": _exported(
             "datamodules",
             lambda name: (

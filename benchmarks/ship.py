@@ -116,7 +116,7 @@ def files() -> dict[Path, str]:
     ):
         path = ROOT / "docs" / "api" / f"{page}.md"
         texts[path] = _blocks(path.read_text("utf-8"), title, [*dict.fromkeys(objects)])
-    return {**texts, CATALOGUE: catalogue()}
+    return {**texts, CATALOGUE: catalogue({one.name: one.needs for one in shipped})}
 
 
 def _callbacks(shipped: list[Method]) -> dict[str, set[str]]:

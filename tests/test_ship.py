@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pflight.callbacks.methods.registry import Method
 from pflight.command import catalogue
 from pflight.errors import ConfigurationError
-from pflight.experiments.plan import FOR_ADAPTERS
 from tests.algorithm_tester import shipped
 from tests.pages import ROOT
 from tests.runs import CLASSES, FEATURES, ByHand, batchnorm_client, network_client, run, small_data
@@ -193,8 +192,6 @@ def test_what_is_missing_is_said(copy: Path, name: str, old: str, new: str, said
 def test_methods_and_configurations_have_each_other() -> None:
     title_of = {entry.name: entry.summary.partition(":")[0] for entry in catalogue.methods()}
     for entry in catalogue.methods():
-        if entry.name in FOR_ADAPTERS:  # FedAvg by other names
-            continue
         name = str(entry.class_path).rpartition(".")[2]
         named = [
             method

@@ -22,7 +22,7 @@ class Method(NamedTuple):
         callback: Its server callback.
         used: How to write it in Python.
         gives: The model that a client ends with.
-        needs: What the client module must have.
+        needs: What the client module must have: a head, classes, or low-rank adapters.
         manual: Whether the client module may optimize manually.
         tested: Options for its runs in ``tests/algorithm_tester.py``. A test's name is the method's
             name, a hyphen and the key, or only the method's name if the key is empty.
@@ -83,6 +83,33 @@ METHODS = (
         FedAvg,
         "`FedAvg()` with another server optimizer",
         "the server's model",
+        manual=True,
+        tested={},
+    ),
+    Method(
+        "FedIT",
+        FedAvg,
+        "`FedAvg()` over adapters",
+        "the server's adapters",
+        needs="adapters",
+        manual=True,
+        tested={},
+    ),
+    Method(
+        "FFA-LoRA",
+        FedAvg,
+        '`FedAvg(modifiers=[Frozen("*lora_A*")])`',
+        "the server's adapters",
+        needs="adapters",
+        manual=True,
+        tested={},
+    ),
+    Method(
+        "FedSA-LoRA",
+        FedAvg,
+        '`FedAvg(modifiers=[Private("*lora_B*")])`',
+        "the server's A, its own B",
+        needs="adapters",
         manual=True,
         tested={},
     ),

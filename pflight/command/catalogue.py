@@ -20,12 +20,14 @@ class Entry(NamedTuple):
         summary: A description in one sentence.
         class_path: The class, if there is one.
         config: The configuration, if there is one.
+        needs: Of a method: what the client must have, such as ``"a head"``.
     """
 
     name: str
     summary: str
     class_path: str | None = None
     config: str | None = None
+    needs: str = ""
 
 
 def entries(section: str) -> list[Entry]:
