@@ -9,6 +9,7 @@ from .methods.centralized import Centralized
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedalt import FedALT
 from .methods.fedamp import FedAMP, HeurFedAMP
 from .methods.fedas import FedAS
 from .methods.fedbabu import FedBABU
@@ -85,6 +86,7 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
+    "FedALT",
     "FedAMP",
     "FedAS",
     "FedAvg",

@@ -493,6 +493,14 @@ REFUSED = {
         term="its server sends a head alone, which clients train no further",
         transform="its clients send prototypes, and no model",
     ),
+    **{
+        name: _because(
+            "FedALT",
+            term="its clients start from adapters of their own, and not from the server's",
+            transform="its clients send adapters that the server never sent",
+        )
+        for name in ("FedALT", "FedALT-shared", "FedALT-age")
+    },
     "APPLE": _because("APPLE", private="its clients mix all entries of each other's models"),
     "pFedHN": _because(
         "PFedHN", private="its hypernetwork generates all layers but those of its own option"

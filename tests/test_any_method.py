@@ -31,6 +31,7 @@ WITH_CLASSES = {
 }
 NEED_CLASSES = {  # or adapters, and what is said before the start
     "fedec": "constraint 'kl' compares logits",
+    "fedalt": "FedALT needs low-rank adapters",
     "feddpa": "FedDPA needs low-rank adapters",
     "fedsa_lora": r"Private: '\*lora_B\*' matches none of",
     "ffa_lora": r"Frozen: '\*lora_A\*' matches none of",

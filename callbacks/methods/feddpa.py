@@ -36,8 +36,7 @@ class LocalAdapters(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        layers = second_adapters(module, "FedDPA", self.weights, trains=True)
-        self.layers = nn.ModuleDict(layers)
+        self.layers = second_adapters(module, "FedDPA", self.weights, trains=True)
         self.register_buffer("share", next(self.layers.parameters()).new_zeros(()))
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor]:

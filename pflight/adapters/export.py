@@ -104,7 +104,7 @@ def _check_base(name: str, model: Any) -> None:
 
 def _check_sum(part: SecondAdapter) -> None:
     """Raise if the sum of two adapters of a layer is no adapter."""
-    if part.weighs_inputs:
+    if part.constant_weights is None:
         raise ConfigurationError(
             f"the two adapters of {part.pair.layer!r} have weights that depend on the input, so "
             "they are no single adapter: export the server's model, or use the client module"
@@ -126,10 +126,14 @@ def _summed(
     """
     prefix = f"{name}." if name else ""
     state, configs = dict(model.state_dict()), model.peft_config
-    sums = [part for part in second if part.constant_weights[1] != 0]
-    sums = [part for part in sums if part.pair.a.removeprefix(prefix) in state]
-    for part in sums:
+    sums = []
+    for part in second:
+        if part.pair.a.removeprefix(prefix) not in state or not part.constant_weights:
+            continue
         (own, other), (a, b) = part.constant_weights, part.factors
+        if other == 0:
+            continue
+        sums.append(part)
         first, last = (entry.removeprefix(prefix) for entry in part.pair.names)
         state[first] = torch.cat([state[first], a])
         state[last] = torch.cat([own * state[last], other * b], dim=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
-from pflight.states.state import other_places
+from pflight.states.state import other_places, state_tensors
 
 from .pairs import Pair, plain_pairs
 
-Weights = Callable[[Tensor], tuple[Tensor, Tensor]]
+Weights = Callable[[Tensor], tuple[Tensor | float, Tensor | float]]
 """Gets a layer's input; returns the weights of its own adapter and of the second one."""
+
+
+class Router(nn.Module):
+    r"""Weights of two adapters of a layer, :math:`\mathrm{softmax}(G x)`, for each of its inputs.
+
+    G has a row for each adapter, and the form of the layer's factor A. So an image has weights at
+    each place, and an embedding has weights for each id. G starts as linear layers do.
+
+    Args:
+        factor: The factor A: a layer, or a matrix ``[rank, V]`` of an embedding.
+    """
+
+    def __init__(self, factor: Any) -> None:
+        super().__init__()
+        like = getattr(factor, "weight", factor)
+        bound = like[0].numel() ** -0.5
+        made = torch.empty(2, *like.shape[1:], dtype=like.dtype, device=like.device)
+        weight = nn.Parameter(made.uniform_(-bound, bound))
+        self.dim = 1 - like.dim()
+        if isinstance(factor, nn.Module):
+            self.g = copy.deepcopy(factor)
+            self.g.weight = weight
+        else:
+            self.g = weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of the layer's own adapter, the second row, and of the other one."""
+        logits = self.g(x) if isinstance(self.g, nn.Module) else F.embedding(x, self.g.T)
+        second, own = logits.softmax(self.dim).split(1, self.dim)
+        return own, second
 
 
 class SecondAdapter(nn.Module):
@@ -36,10 +65,7 @@ class SecondAdapter(nn.Module):
     Attributes:
         pair: The layer's own adapter.
         weigh: Gives u and v.
-        weighs_inputs: Whether they depend on the layer's input.
     """
-
-    weighs_inputs = False
 
     def __init__(self, module: nn.Module, pair: Pair, weigh: Weights, trains: bool) -> None:
         super().__init__()
@@ -62,9 +88,9 @@ class SecondAdapter(nn.Module):
         layer.register_forward_hook(self._add_embedding)
 
     @property
-    def constant_weights(self) -> tuple[Tensor, Tensor]:
-        """The weights u and v, if they don't depend on the input."""
-        return self.weigh(torch.empty(0))
+    def constant_weights(self) -> tuple[Tensor | float, Tensor | float] | None:
+        """The weights u and v; ``None`` if they depend on the input."""
+        return None if isinstance(self.weigh, Router) else self.weigh(torch.empty(0))
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -97,19 +123,19 @@ class SecondAdapter(nn.Module):
 
 
 def second_adapters(
-    module: nn.Module, owner: str, weigh: Weights, trains: bool
-) -> dict[str, SecondAdapter]:
-    """Return a second adapter for each low-rank pair of a module, by names without dots.
+    module: nn.Module, owner: str, weigh: Weights | None, trains: bool
+) -> nn.ModuleDict:
+    """Return a second adapter for each low-rank pair of a module.
 
     Args:
         module: The module; hooks are added to it.
         owner: The method that needs them, for messages.
-        weigh: As in :class:`SecondAdapter`.
+        weigh: As in :class:`SecondAdapter`; ``None`` for a :class:`Router` of each layer.
         trains: Likewise.
 
     Raises:
-        ConfigurationError: If there is no pair, a layer adds something else than a plain LoRA, or
-            two layers share their factors.
+        ConfigurationError: If there is no pair, a layer adds something else than a plain LoRA, two
+            layers share their factors, or adapters that don't train would have biases.
     """
     pairs = plain_pairs(module, owner)
     shared = {first: place for place, first in other_places(module).items()}
@@ -118,8 +144,27 @@ def second_adapters(
             raise ConfigurationError(
                 f"{owner} can't use the adapter of {pair.layer!r}: {place!r} is the same tensor"
             )
-    make = partial(SecondAdapter, module, weigh=weigh, trains=trains)
-    return {f"{pair.layer}.{pair.adapter}".replace(".", "_"): make(pair) for pair in pairs}
+    found = nn.ModuleDict()
+    for pair in pairs:
+        layer: Any = module.get_submodule(pair.layer)
+        embeds = pair.adapter not in layer.lora_A
+        a = (layer.lora_embedding_A if embeds else layer.lora_A)[pair.adapter]
+        made = SecondAdapter(module, pair, weigh or Router(a), trains)
+        if not trains and getattr(made.b, "bias", None) is not None:
+            raise ConfigurationError(f"{owner} can't use the adapter of {pair.layer!r}: lora_bias")
+        found[f"{pair.layer}.{pair.adapter}".replace(".", "_")] = made
+    return found
+
+
+def second_names(module: nn.Module) -> dict[str, str]:
+    """Return the names of the second adapters' factors, by those of the layers' own ones."""
+    names = {id(tensor): name for name, tensor in state_tensors(module).items()}
+    return {
+        own: names[id(factor)]
+        for part in module.modules()
+        if isinstance(part, SecondAdapter)
+        for own, factor in zip(part.pair.names, part.factors, strict=True)
+    }
 
 
 def _embedded(ids: Tensor, a: Tensor, b: Tensor) -> Tensor:

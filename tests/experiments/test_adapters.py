@@ -23,7 +23,7 @@ from tests.runs import assert_same, run
 
 from .small import comparison, finish
 
-METHODS = ["local", "fedit", "ffa_lora", "fedsa_lora", "feddpa", "fesem", "ifca", "ditto"]
+METHODS = ["local", "fedit", "ffa_lora", "fedsa_lora", "feddpa", "fedalt", "fesem", "ifca", "ditto"]
 P_A, P_B = 4 * 2 * 2 * 16, 4 * 2 * 2 * 48
 """Bytes of all factors A and B: float32, two layers, rank 2, from 16 numbers to 48."""
 
