@@ -33,8 +33,8 @@ class Router(nn.Module):
         super().__init__()
         like = getattr(factor, "weight", factor)
         bound = like[0].numel() ** -0.5
-        made = torch.empty(2, *like.shape[1:], dtype=like.dtype, device=like.device)
-        weight = nn.Parameter(made.uniform_(-bound, bound))
+        made = torch.empty(2, *like.shape[1:], dtype=torch.float32).uniform_(-bound, bound)
+        weight = nn.Parameter(made.to(like))  # the same numbers in all types
         self.dim = 1 - like.dim()
         if isinstance(factor, nn.Module):
             self.g = copy.deepcopy(factor)
