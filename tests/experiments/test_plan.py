@@ -121,7 +121,7 @@ def test_values(text, values):
 
 @pytest.mark.parametrize("text", ["a=[1", "a={b: [}", "a=!!python/x 1"])
 def test_values_that_are_none(text):
-    with pytest.raises(ConfigurationError, match="--set a=.*: a value is not YAML"):
+    with pytest.raises(ConfigurationError, match=r"--set a=.*: a value is not YAML"):
         values_of([text])
 
 
