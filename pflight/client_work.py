@@ -487,10 +487,12 @@ class ClientWork:
         epochs: int = 1,
         steps: int | None = None,
         doing: str = "to be fine-tuned",
+        or_nan: bool = False,
     ) -> TensorDict:
         """Return copies of the states ``[C]`` trained on the task's loss alone.
 
-        Without an anchor, penalties vanish. A client whose training fails keeps its state.
+        Without an anchor, penalties vanish. A client whose training fails keeps its state, or gets
+        NaN.
         """
         updates = self.attached_engine.train(
             clients,
@@ -501,7 +503,8 @@ class ClientWork:
             purpose=Purpose.FINETUNE,
         )
         self.note_failures(updates.failures, doing)
-        return _laid_over(updates, clients, states)
+        lay = _or_nan if or_nan else _laid_over
+        return lay(updates, clients, states)
 
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict
