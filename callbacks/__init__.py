@@ -9,6 +9,7 @@ from .methods.centralized import Centralized
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedalt import FedALT
 from .methods.fedamp import FedAMP, HeurFedAMP
 from .methods.fedas import FedAS
 from .methods.fedbabu import FedBABU
@@ -16,12 +17,14 @@ from .methods.fedcac import FedCAC
 from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
+from .methods.feddpa import FedDPA
 from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
 from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
 from .methods.fedgh import FedGH
 from .methods.fedlc import FedLC
+from .methods.fedlease import FedLEASE
 from .methods.fednova import FedNova
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
@@ -86,6 +89,7 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
+    "FedALT",
     "FedAMP",
     "FedAS",
     "FedAvg",
@@ -95,12 +99,14 @@ __all__ = [
     "FedCluster",
     "FedDANE",
     "FedDBE",
+    "FedDPA",
     "FedDyn",
     "FedEC",
     "FedExP",
     "FedFomo",
     "FedGH",
     "FedLC",
+    "FedLEASE",
     "FedNova",
     "FedPAC",
     "FedProto",

@@ -57,6 +57,9 @@ class ServerSide(Protocol):
     def freeze(self, module: L.LightningModule) -> None:
         """Freeze what modifiers name in a copy of the client module."""
 
+    def add_side_path(self, module: L.LightningModule) -> None:
+        """Add the hooks of a side path to a copy of the client module, if there is one."""
+
     def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries of a state that stay with the client."""
 
@@ -361,6 +364,7 @@ class ClientWork:
         sent: TensorDict,
         round_index: int | None = None,
         epochs: int | None = None,
+        returns: Collection[str] | None = None,
     ) -> ClientUpdates:
         """Train the clients ``[C]`` aside from any round: nothing is kept.
 
@@ -372,6 +376,7 @@ class ClientWork:
             round_index: Keys the order of batches and all other randomness; by default as if there
                 were another round now.
             epochs: Local epochs, in place of the federation's own epochs or steps.
+            returns: Names of the entries that they send back; by default all that travel.
         """
         starts = self.outer_method.before_training(self, clients, sent)
         updates = self.attached_engine.train(
@@ -384,19 +389,32 @@ class ClientWork:
         self.note_failures(updates.failures, "to find its place")
         updates = self.finished(clients, starts, updates)
         assert self.callback is not None
-        updates = self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
+        names = self.callback.sent_names if returns is None else returns
+        updates = self.transformed(clients, sent, updates, names, keep=False)
         busy = self.attached_engine.setup.has_batches(updates.clients)
-        self.count_aside(clients, sent, updates if busy.all() else updates.where(busy))
+        self.count_aside(clients, sent, updates if busy.all() else updates.where(busy), names)
         return updates
 
     def count_aside(
-        self, clients: Tensor, sent: TensorDict, updates: ClientUpdates | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        updates: ClientUpdates | None = None,
+        returns: Collection[str] | None = None,
     ) -> None:
-        """Count what the clients ``[C]`` are sent aside from a round, and what they send."""
+        """Count what the clients ``[C]`` are sent aside from a round, and what they send.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            updates: What they send back, if they do.
+            returns: As in :meth:`train_aside`.
+        """
         assert self.callback is not None
         self.aside.down += len(clients) * state_bytes(sent)
         if updates is not None:
-            names = [name for name in self.callback.sent_names if name in updates.states]
+            returned = self.callback.sent_names if returns is None else returns
+            names = [name for name in returned if name in updates.states]
             updates = replace(updates, states=updates.states.select(*names))
             self.aside.up += self.bytes_up(updates)
 
@@ -469,10 +487,12 @@ class ClientWork:
         epochs: int = 1,
         steps: int | None = None,
         doing: str = "to be fine-tuned",
+        or_nan: bool = False,
     ) -> TensorDict:
         """Return copies of the states ``[C]`` trained on the task's loss alone.
 
-        Without an anchor, penalties vanish. A client whose training fails keeps its state.
+        Without an anchor, penalties vanish. A client whose training fails keeps its state, or gets
+        NaN.
         """
         updates = self.attached_engine.train(
             clients,
@@ -483,7 +503,8 @@ class ClientWork:
             purpose=Purpose.FINETUNE,
         )
         self.note_failures(updates.failures, doing)
-        return _laid_over(updates, clients, states)
+        lay = _or_nan if or_nan else _laid_over
+        return lay(updates, clients, states)
 
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict

@@ -188,6 +188,7 @@ class Clients(ClientWork):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
         callback.freeze(self.module)
         check_adapters(self.module)
+        callback.add_side_path(self.module)
         add_what_it_needs(self.client_method, self.module, self.seed)
         layout = StateLayout.of(self.module)
         layout = layout.with_private(callback.staying_names(self.module, layout))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .adapters.side_path import settled
 from .client_work import TrainingOptions
 from .clients import Clients
 from .engines.check import set_up
@@ -185,7 +186,8 @@ class Federation(L.LightningModule):
 
     def client_module(self, client: int) -> L.LightningModule:
         """Return a copy of a client's own LightningModule in evaluation mode."""
-        return with_state(self.client, self.layout.state_dict(self._own(client), extra=True)).eval()
+        state = self.layout.state_dict(self._own(client), extra=True)
+        return settled(with_state(self.client, state).eval())
 
     def client_metrics(self, split: str = "test", model: WhichModel = "") -> dict[str, Tensor]:
         """Return every client's metrics in the last evaluation. All ranks have to call it.
@@ -297,6 +299,7 @@ class Federation(L.LightningModule):
         with self._server_work(), self.clients.noting(failures):
             self.server_callback.round(cohort)
         failures.raise_together()
+        self.server_callback.after_round(cohort)
         log_values(self, self.clients.end_round(failures.clients), self.clients.last_round)
         log_histograms(self, self.clients.current.histograms, self.clients.last_round)
         self.server.take_step(self, optimizer, self.clients.last_round)

@@ -393,6 +393,7 @@ class LocalWork(Protocol):
         epochs: int = 1,
         steps: int | None = None,
         doing: str = "to be fine-tuned",
+        or_nan: bool = False,
     ) -> TensorDict:
         """Return copies of the states ``[C]`` trained on the task's loss alone.
 
@@ -402,6 +403,8 @@ class LocalWork(Protocol):
             epochs: Local epochs.
             steps: Batches in place of epochs.
             doing: What they do, for messages.
+            or_nan: Whether a client whose training fails gets NaN instead, with which its training
+                in the round fails as well.
         """
 
     def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:

@@ -16,7 +16,7 @@ from .errors import ConfigurationError
 from .local_client import LocalClient, LocalWork, Passed, term_prefix
 from .modifiers import Term
 from .randomness import Purpose, derive_seed, isolated, seed_everything
-from .states.head import Head, add_extra, head_of, mark
+from .states.head import EXTRA, Head, add_extra, head_of, mark
 from .states.state import StateLayout
 from .states.updates import Kept
 
@@ -138,6 +138,17 @@ class ClientMethod:
         Args:
             module: The client module.
             head: Its head, with the number of features.
+        """
+        return None
+
+    def beside(self, module: LightningModule) -> nn.Module | None:
+        """Return a module whose hooks change what layers of a client module give, or ``None``.
+
+        Its parameters and buffers are entries of a client's state, as those of :meth:`extra` are.
+        A client method has one of the two.
+
+        Args:
+            module: A copy of the client module, for the hooks.
         """
         return None
 
@@ -459,12 +470,12 @@ def client_method_of(module: LightningModule) -> ClientMethod | None:
 
 
 def add_what_it_needs(client_method: ClientMethod, module: LightningModule, seed: int) -> None:
-    """Add the extra module of a client method, if it has one, to a copy of the client module.
+    """Add the further module of a client method, if it has one, to a copy of the client module.
 
     Args:
         client_method: The client method.
         module: That copy.
-        seed: Keys what is drawn for the extra module.
+        seed: Keys what is drawn for the further module.
 
     Raises:
         ConfigurationError: If the client method needs classes or a head that the module does not
@@ -484,11 +495,14 @@ def add_what_it_needs(client_method: ClientMethod, module: LightningModule, seed
                 f"{module.num_classes}"
             )
         mark(module, head)  # as it is before there are further layers
-        with isolated(torch.device("cpu")):
-            seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))
-            extra = client_method.extra(module, head)
-        if extra is not None:
-            add_extra(module, extra)
+    with isolated(torch.device("cpu")):
+        seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))
+        extra = client_method.extra(module, head_of(module)) if client_method.needs_head else None
+        beside = client_method.beside(module)
+    if extra is not None:
+        add_extra(module, extra)
+    elif beside is not None:
+        module.add_module(EXTRA, beside)
 
 
 def layout_with(client_method: ClientMethod, layout: StateLayout) -> StateLayout:

@@ -1,4 +1,4 @@
-"""Server optimizers that torch does not have."""
+"""Server optimizers."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ class Yogi(Optimizer):
                 square.addcmul_(squared, (square - squared).sign(), value=beta2 - 1)
                 parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
         return loss
+
+
+def is_plain_step(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is SGD with step size 1, and nothing else.
+
+    Example:
+        >>> is_plain_step(torch.optim.SGD([torch.ones(1)], lr=1.0))
+        True
+    """
+    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+    return type(optimizer) is torch.optim.SGD and all(
+        group[name] == value for group in optimizer.param_groups for name, value in plain.items()
+    )

@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     LOCAL_WORK = 10
     PASS = 11
     TRANSFORM = 12
+    RESTART = 13
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:

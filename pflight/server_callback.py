@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .adapters.pairs import Pair, plain_pairs
-from .adapters.product_mean import ProductMean
+from .adapters.product_mean import PairMean, ProductMean, ResidualMean, StackMean
+from .adapters.side_path import SidePath, add_hooks, restarted
 from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .messages import nothing_sent
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
 from .modifiers import Frozen, Modifier, OfLayers, Private, Term, by_name, check_owners, private_in
-from .options import arguments, checked
+from .optim import is_plain_step
+from .options import NonNegativeInt, arguments, checked
 from .runs.checks import check_same_options
 from .states.declared import DeclaredState
 from .states.head import EXTRA
@@ -36,8 +38,15 @@ from .transforms.pipeline import Pipeline
 
 Modifiers = dict[str, Modifier] | list[Modifier] | None
 """What the option ``modifiers`` of a server callback takes."""
-Aggregate = Literal["factors", "product"]
+Aggregate = Literal["factors", "product", "residual", "stack"]
 """What the option ``aggregate`` of a server callback takes."""
+_OF_ADAPTERS: dict[str, tuple[Any, Any]] = {
+    "aggregate": (Aggregate, "factors"),
+    "residual_rank": (NonNegativeInt | None, None),
+    "restart": (Literal["draw", "keep"], "draw"),
+    "log_product_error": (bool, False),
+}
+"""The options of callbacks that aggregate adapters: types and defaults."""
 
 
 @checked
@@ -87,7 +96,9 @@ class ServerCallback(L.Callback):
             subclass overrides it.
         aggregates: Whether its means of models are made by :meth:`new_mean`. It then has the option
             ``aggregate``: ``"factors"`` takes means of all entries; ``"product"`` takes the mean of
-            the products of low-rank factors, and splits it again.
+            the products of low-rank factors, and splits it again; ``"residual"`` and ``"stack"``
+            add what factors can't hold to a side path of the layers.
+        has_one_model: Whether it has a single server model, which a side path needs.
         refuses: Kinds of modifiers that it can't be combined with, each with the reason:
             ``"private"``, ``"term"``, ``"transform"``.
     """
@@ -102,11 +113,16 @@ class ServerCallback(L.Callback):
     owns_head: bool = False
     judges_otherwise: bool = False
     aggregates: bool = False
+    has_one_model: bool = True
     refuses: ClassVar[Mapping[str, str]] = {}
     modifiers: dict[str, Modifier]
     aggregation: Aggregate
     pairs: list[Pair]
     """The low-rank pairs whose products are averaged."""
+    side_path: SidePath
+    residual_rank: int | None
+    restart: Literal["draw", "keep"]
+    log_product_error: bool
     _given: dict[str, Any]
     _states: dict[str, DeclaredState]
 
@@ -115,7 +131,9 @@ class ServerCallback(L.Callback):
         callback = super().__new__(cls)
         given = arguments(cls.__init__, callback, *args, **options)
         callback.modifiers = by_name(cls.__name__, given.pop("modifiers", None))
-        callback.aggregation = given.get("aggregate", "factors")
+        of_adapters = {name: given.get(name, value) for name, (_, value) in _OF_ADAPTERS.items()}
+        callback.aggregation = of_adapters.pop("aggregate")
+        vars(callback).update(of_adapters)
         callback._given = given
         if callback.active_modifiers:
             given["modifiers"] = {one.name: one for one in callback.active_modifiers}
@@ -126,7 +144,7 @@ class ServerCallback(L.Callback):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             further: dict[str, tuple[Any, Any]] = {"modifiers": (Modifiers, None)}
-            further |= {"aggregate": (Aggregate, "factors")} if cls.aggregates else {}
+            further |= _OF_ADAPTERS if cls.aggregates else {}
             cls.__init__ = _with_options(cls.__init__, further)  # type: ignore[method-assign]
         if "algorithm_name" not in vars(cls):
             cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
@@ -253,7 +271,11 @@ class ServerCallback(L.Callback):
             self.clients, self.server, clients.callback = clients, server, self
             self._states, server.on_moved = {}, self.move_state
             self.pairs = self._pairs_to_aggregate()
+            if self.has_side_path:
+                path = SidePath.of(self.pairs, clients.num_clients)
+                self.add_state("side_path", path, kind=SidePath)
             self.setup_server()
+            self._check_one_model()
             sent = {*self.sent_names}
             if self.sends_model and not self.shared_parameters:
                 raise ConfigurationError(nothing_sent(self))
@@ -364,6 +386,8 @@ class ServerCallback(L.Callback):
         """Move the declared tensors to the device of the server's models."""
         for name, declared in self._states.items():
             setattr(self, name, declared.move(getattr(self, name), self.clients.device))
+        if "side_path" in self._states:
+            self.side_path.show(self.clients.module, self.pairs)
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries that stay with the client and never travel.
@@ -456,7 +480,73 @@ class ServerCallback(L.Callback):
         names = self.sent_names
         if not self.pairs:
             return WeightedMean(self.server.tensors(0, names), groups)
-        return ProductMean([self.server.tensors(k, names) for k in range(groups)], self.pairs)
+        sent = [self.server.tensors(k, names) for k in range(groups)]
+        how = self.pairs, self.log_product_error
+        if self.aggregation == "residual":
+            return ResidualMean(sent[0], *how, self.residual_rank)
+        if self.aggregation == "stack":
+            return StackMean(sent[0], *how, self.clients.layout.template)
+        return (ProductMean if self.aggregation == "product" else PairMean)(sent, *how)
+
+    @property
+    def has_side_path(self) -> bool:
+        """Whether the server adds to the frozen weights of layers with adapters."""
+        return self.aggregation in ("residual", "stack")
+
+    def add_side_path(self, module: L.LightningModule) -> None:
+        """Add the hooks of a side path to a copy of the client module, if there is one.
+
+        Raises:
+            ConfigurationError: If the module has no plain low-rank adapters.
+        """
+        if self.has_side_path:
+            add_hooks(module, plain_pairs(module, self._aggregating))
+
+    @torch.no_grad()
+    def after_round(self, cohort: Tensor) -> None:
+        """Log the product error of a round, and add its terms to the side path.
+
+        Args:
+            cohort: The clients that took part ``[S]``.
+        """
+        mean = getattr(self, "mean", None)
+        if not isinstance(mean, PairMean):
+            return
+        if mean.error is not None:
+            self.clients.log({"adapters/product_error": mean.error})
+        if not self.has_side_path:
+            return
+        self.side_path.note(cohort)
+        if not mean.terms or self.server.refused:
+            return
+        clients, model = self.clients, self.server.tensors(0)
+        self.side_path.add(self.pairs, mean.terms, model)
+        self.side_path.show(clients.module, self.pairs)
+        if self.aggregation == "stack" and self.restart == "draw":
+            start, keys = clients.layout.template, (clients.seed, clients.rounds)
+            for name, factor in restarted(self.pairs, start, *keys):
+                model[name].copy_(factor)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise if the server's step does not make its model the mean, which a side path needs.
+
+        Raises:
+            ConfigurationError: Naming the option.
+        """
+        plain = all(map(is_plain_step, trainer.optimizers)) and not trainer.lr_scheduler_configs
+        if self.has_side_path and not plain:
+            raise ConfigurationError(
+                f"{self._aggregating} needs the server's default step, SGD with step size 1: leave "
+                "out server_optimizer and server_scheduler"
+            )
+
+    @property
+    def _aggregating(self) -> str:
+        """What needs low-rank pairs, for messages."""
+        option = f"aggregate={self.aggregation!r}"
+        if self.aggregation == "factors":
+            option = "log_product_error=True"
+        return f"{type(self).__name__} with {option}"
 
     def _pairs_to_aggregate(self) -> list[Pair]:
         """Return the low-rank pairs whose products are averaged; none for means of all entries.
@@ -464,20 +554,54 @@ class ServerCallback(L.Callback):
         Raises:
             ConfigurationError: If this callback or the module has no mean of products.
         """
-        if self.aggregation == "factors":
+        self._check_aggregation()
+        if self.aggregation == "factors" and not self.log_product_error:
             return []
-        owner = f"{type(self).__name__} with aggregate={self.aggregation!r}"
-        if not self.aggregates:
-            raise ConfigurationError(f"{owner}: this method has a rule of its own for its mean")
-        pairs, sent = plain_pairs(self.clients.module, owner), {*self.sent_names}
+        pairs, sent = plain_pairs(self.clients.module, self._aggregating), {*self.sent_names}
         for pair in pairs:
             for one, other in (pair.names, pair.names[::-1]):
                 if one in sent and other not in sent:
                     raise ConfigurationError(
-                        f"{owner} needs both factors of an adapter, and {other!r} does not travel: "
-                        "take aggregate='factors'"
+                        f"{self._aggregating} needs both factors of an adapter, and {other!r} does "
+                        "not travel: take aggregate='factors'"
                     )
         return [pair for pair in pairs if pair.a in sent]
+
+    def _check_aggregation(self) -> None:
+        """Raise unless the options of adapters fit each other and the method.
+
+        Raises:
+            ConfigurationError: Naming the option.
+        """
+        owner, method = self._aggregating, self.clients.client_method
+        needed = {"residual_rank": "residual", "restart": "stack"}
+        for option, aggregate in needed.items():
+            _, default = _OF_ADAPTERS[option]
+            if getattr(self, option) != default and self.aggregation != aggregate:
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {option} needs aggregate={aggregate!r}"
+                )
+        if self.aggregation != "factors" and not self.aggregates:
+            raise ConfigurationError(f"{owner}: this method has a rule of its own for its mean")
+        keeps = type(self.clients.outer_method).keep is not ClientMethod.keep
+        keeps = keeps or method.personal is not None or method.remembers
+        if self.aggregation == "stack" and keeps:
+            raise ConfigurationError(
+                f"{owner}: clients of this method keep adapters from earlier rounds, and 'stack' "
+                "starts new ones in each round: take another value"
+            )
+
+    def _check_one_model(self) -> None:
+        """Raise if there is a side path, and more than one server model.
+
+        Raises:
+            ConfigurationError: Naming the option.
+        """
+        if self.has_side_path and not (self.has_one_model and len(self.server) == 1):
+            raise ConfigurationError(
+                f"{self._aggregating}: all clients of a process share one side path, and this "
+                "method has several server models: take 'factors' or 'product'"
+            )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer, by default SGD with step 1: models become the aggregate."""
@@ -549,7 +673,14 @@ class ServerCallback(L.Callback):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the number of bytes sent to the clients ``[C]``, by default that of ``sent``."""
-        return len(clients) * state_bytes(sent)
+        size = len(clients) * state_bytes(sent)
+        if not self.has_side_path:
+            return size
+        if self.aggregation == "stack" and self.restart == "draw" and len(self.side_path.sizes):
+            # Clients draw one factor themselves, and the other one is 0.
+            known = [name for pair in self.pairs for name in pair.names if name in sent]
+            size -= len(clients) * state_bytes(sent.select(*known))
+        return size + self.side_path.bytes_for(clients)
 
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the number of bytes that clients sent, by default that of their states."""

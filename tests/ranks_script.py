@@ -9,6 +9,8 @@ import os
 import sys
 import warnings
 from collections import defaultdict
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
-from pflight.callbacks import FedDANE, FedProx, PerFedAvg, PFedMe
+from pflight.adapters.side_path import addends_of
+from pflight.callbacks import FedAvg, FedDANE, FedProx, PerFedAvg, PFedMe
 from pflight.datamodules import FederatedDataModule, KnownClusters, TensorClients
 from pflight.errors import ClientError, ConfigurationError
+from pflight.models import Classifier
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
 from tests.combinations import COMBINATIONS
 from tests.runs import (
     CLASSES,
+    FEATURES,
     batchnorm_client,
     dropout_client,
     failing_at_the_end,
@@ -61,15 +66,29 @@ OTHERS = {  # which the common tester has without what needs the data of newcome
     "pFedMe": Algorithm(PFedMe),
     **{name: Algorithm(callback) for name, callback in COMBINATIONS.items()},
 }
+SIDES = ("residual", "stack") if find_spec("peft") else ()
+ADAPTED = {f"FedAvg-{how}": Algorithm(partial(FedAvg, aggregate=how)) for how in SIDES}
 ALGORITHMS = {
     name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk").removesuffix(" drifting")]
     for name in sorted(DROPOUT | BATCHNORM)
-} | OTHERS
+}
+ALGORITHMS |= OTHERS | ADAPTED
+
+
+def adapted_client(kind: type[Classifier]) -> Classifier:
+    """Return a client module with adapters."""
+    import peft
+
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(FEATURES, 6), torch.nn.Linear(6, CLASSES))
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["0", "1"])
+    return kind(peft.get_peft_model(network, config), CLASSES, optimizer=sgd(0.1))
 
 
 def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     """Train, save a checkpoint after some rounds, test, and return all that is known."""
     algorithm, make = ALGORITHMS[name], dropout_client if name in DROPOUT else batchnorm_client
+    make = adapted_client if name in ADAPTED else make
     options_of_data = {"cohort_size": 4, "dropout": 0.2, "holdout_clients": 0.2, "eval_chunk": 3}
     data: FederatedDataModule = small_data(**options_of_data)
     if name == DRIFTING:
@@ -99,6 +118,11 @@ def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) 
         "judged": judged,
         "global_step": trainer.global_step,
         "assignments": getattr(federation.callback, "assignments", torch.empty(0)),
+        "side path": [
+            left @ right[0] if right else left
+            for addend in addends_of(federation.client)
+            for left, *right in [addend.factors]
+        ],
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,8 +98,11 @@ class RemoteClients(Clients):
         sent: TensorDict,
         round_index: int | None = None,
         epochs: int | None = None,
+        returns: Collection[str] | None = None,
     ) -> ClientUpdates:
-        return self.updates(Clients.train_aside, clients, sent, round_index, epochs)
+        found = self.updates(Clients.train_aside, clients, sent, round_index, epochs, returns)
+        names = found.states.keys() if returns is None else returns
+        return replace(found, states=found.states.select(*names))
 
     def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         return torch.cat(self.each(Clients.losses, clients, sent, split))

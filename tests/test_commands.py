@@ -106,6 +106,13 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
             ["compare", "-c", QUICKSTART, "-m", "mine.yaml"],
             "argument --methods/-m: there is no config file 'mine.yaml'",
         ),
+        *(
+            (
+                ["compare", "-c", QUICKSTART, "-m", "fedavg", "--set", "b=1", text],
+                f"argument --set: {text!r} is no OPTION=VALUE or OPTION=VALUE,VALUE",
+            )
+            for text in ("a", "a=", "a=1,", "=1")
+        ),
         (
             ["compare", "-c", QUICKSTART, "-m", "fedavg", "--trainer.max_epochs=3"],
             "there is no option trainer.max_epochs: give options of runs by --set ",

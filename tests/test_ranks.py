@@ -48,7 +48,7 @@ def assert_equal_results(one: dict[str, Any], two: dict[str, Any]) -> None:
     for key in ("cohorts", "failed", "bytes", "global_step"):
         assert one[key] == two[key], key
     assert torch.equal(one["assignments"], two["assignments"])
-    for key in ("server", "clients", "judged"):
+    for key in ("server", "clients", "judged", "side path"):
         assert_close(one[key], two[key], rtol=1e-4, atol=1e-4, equal_nan=True)
     assert two["tested"] == pytest.approx(one["tested"], rel=1e-4, nan_ok=True)
     for left, right in zip(one["metrics"], two["metrics"], strict=True):

@@ -50,7 +50,7 @@ class MultiCenter(ServerCallback):
             other than K.
     """
 
-    aggregates = True
+    aggregates, has_one_model = True, False
 
     tag: ClassVar[str]
     """Prefix of the tags under which it logs."""

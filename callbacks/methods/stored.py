@@ -38,14 +38,19 @@ class StoredModels(ServerCallback):
     def setup_server(self) -> None:
         """Store the initial model for every client, after a check that there is memory for it."""
         super().setup_server()
-        count, own = self.clients.num_clients, {*self.clients.layout.own}
-        template = self.clients.layout.template
-        initial = {name: template[name] for name in self.sent_names if name not in own}
+        count, template = self.clients.num_clients, self.clients.layout.template
+        initial = {name: template[name] for name in self.stored_names}
         models = count * sum(value.nbytes for value in initial.values())
         parts = {"models": models, **self.more_memory()}
         self.clients.check_memory(type(self).__name__, parts)
         self.add_state("stored", StateModule(dict(entries(expand_state(initial, count)))))
         self.add_state("received", torch.zeros(count, dtype=torch.bool), on_cpu=True)
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the stored entries, by default all of the module that travel."""
+        own = {*self.clients.layout.own}
+        return tuple(name for name in self.sent_names if name not in own)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes that the server needs besides the models, by part."""

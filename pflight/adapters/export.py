@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError, described
+from pflight.states.head import EXTRA
+
+from .pairs import adapted_layers
+from .second import SecondAdapter
+from .side_path import Addend
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
@@ -24,7 +34,8 @@ def write_model(
     A ``PeftModel`` inside the module is written by its ``save_pretrained``, so that
     ``PeftModel.from_pretrained(base, folder)`` loads it. Several are written into folders by their
     names. Other trained entries go to ``extra.safetensors``. A module without a ``PeftModel`` has
-    all its entries in ``model.safetensors``.
+    all its entries in ``model.safetensors``. A side path, or a second adapter with a constant
+    weight, becomes part of the adapter, whose rank grows.
 
     Args:
         module: The module.
@@ -33,17 +44,23 @@ def write_model(
             trainable parameters.
 
     Raises:
-        ConfigurationError: If the folder has files, a package is missing, or the adapters belong
-            to another base than the module was made with.
+        ConfigurationError: If the folder has files, a package is missing, the adapters belong to
+            another base than the module was made with, or a method has changed what they do.
     """
+    for part in module.modules():
+        if reason := getattr(part, "not_exported", ""):
+            raise ConfigurationError(f"this model can't be exported: {reason}")
     folder = Path(folder)
     if trained is None:
         trained = [name for name, value in module.named_parameters() if value.requires_grad]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"--out: {folder} exists already and is not empty")
     adapted = _peft_models(module)
+    second = [part for part in module.modules() if isinstance(part, SecondAdapter)]
     for name, model in adapted.items():
         _check_base(name, model)
+    for part in second:
+        _check_sum(part)
     folder.mkdir(parents=True, exist_ok=True)
     if not adapted:
         _save(module.state_dict(), folder / MODEL_FILE)
@@ -52,7 +69,9 @@ def write_model(
     for name, model in adapted.items():
         own = folder if len(adapted) == 1 else folder / name
         try:
-            model.save_pretrained(str(own), save_embedding_layers=False)
+            with _summed(name, model, second) as tensors:
+                options = {"state_dict": tensors, "save_embedding_layers": False}
+                model.save_pretrained(str(own), **options)
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"peft can't write the adapters{_of(name)}: {described(error)}"
@@ -60,6 +79,8 @@ def write_model(
         (own / "README.md").unlink(missing_ok=True)  # an empty form
         written |= _entries_of_adapters(name, model)
     tensors = module.state_dict()
+    if second:
+        written |= {entry for entry in tensors if entry.startswith(f"{EXTRA}.")}
     if extra := {entry: tensors[entry] for entry in trained if entry not in written}:
         _save(extra, folder / EXTRA_FILE)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -86,6 +107,77 @@ def _check_base(name: str, model: Any) -> None:
                 f"the adapters{_of(name)} began with init_lora_weights={start!r}, which changes "
                 "the base: they fit no base that others have"
             )
+
+
+def _check_sum(part: SecondAdapter) -> None:
+    """Raise if the sum of two adapters of a layer is no adapter."""
+    if part.constant_weights is None:
+        raise ConfigurationError(
+            f"the two adapters of {part.pair.layer!r} have weights that depend on the input, so "
+            "they are no single adapter: export the server's model, or use the client module"
+        )
+    if getattr(part.b, "bias", None) is not None:
+        raise ConfigurationError(
+            f"the two adapters of {part.pair.layer!r} have biases, and can't be written as one"
+        )
+
+
+@contextmanager
+def _summed(
+    name: str, model: Any, second: Collection[SecondAdapter]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the entries of a PeftModel, with all that stands beside its adapters as parts of them.
+
+    With its weight u, a second adapter and a side path, an adapter of scale s becomes
+    ``[u B, v B', L / s]`` and ``[A; A'; M]``. Meanwhile, the model's configurations have the ranks
+    of these adapters.
+    """
+    prefix = f"{name}." if name else ""
+    others = {part.pair.a.removeprefix(prefix): part for part in second}
+    plain, before = model.state_dict(), model.peft_config
+    tensors, configs = dict(plain), copy.deepcopy(before)
+    for layer, pair in adapted_layers(model):
+        b, a = plain[pair.b], plain[pair.a]
+        columns, rows = [b.flatten(1)], [a.flatten(1)]
+        weights = others[pair.a].constant_weights if pair.a in others else None
+        if weights is not None and weights[1] != 0:
+            other_a, other_b = others[pair.a].factors
+            columns = [weights[0] * columns[0], weights[1] * other_b.flatten(1)]
+            rows.append(other_a.flatten(1))
+        for left, right in _side_paths(layer, pair.adapter):
+            columns.append(left.to(b) / pair.scale)
+            rows.append(right.to(a))
+        if len(rows) == 1:
+            continue
+        wide, long = torch.cat(columns, dim=1), torch.cat(rows)
+        config, rank = configs[pair.adapter], len(long)
+        wide, long = wide.reshape(len(b), -1, *b.shape[2:]), long.reshape(-1, *a.shape[1:])
+        for old, new in ((b, wide), (a, long)):  # tied layers have several names
+            names = [entry for entry, t in plain.items() if t.data_ptr() == old.data_ptr()]
+            tensors.update(dict.fromkeys(names, new))
+        key = f"^{re.escape(pair.layer.removeprefix('base_model.model.'))}"
+        alpha = pair.scale * (math.sqrt(rank) if config.use_rslora else rank)
+        config.rank_pattern = {key: rank, **config.rank_pattern}
+        config.alpha_pattern = {key: alpha, **config.alpha_pattern}
+    model.peft_config = configs
+    try:
+        yield tensors
+    finally:
+        model.peft_config = before
+
+
+def _side_paths(layer: Any, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the side path of an adapter in a layer as two factors, unless it is 0."""
+    for hook in layer._forward_hooks.values():
+        if isinstance(hook, Addend) and hook.pair.adapter == adapter and hook.factors:
+            if len(hook.factors) == 2:
+                yield hook.factors[0], hook.factors[1]
+            else:
+                (matrix,) = hook.factors
+                u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+                zero = 1e-12 if matrix.dtype == torch.float64 else 1e-7
+                rank = int((s > zero * s[0]).sum())
+                yield u[:, :rank] * s[:rank], v[:rank]
 
 
 def _entries_of_adapters(name: str, model: Any) -> set[str]:

@@ -69,6 +69,17 @@ class LowRank:
         rank = max(int((s > _ZERO * s[0]).sum()), 1)
         return LowRank([(u[:, :rank] * s[:rank], v[:rank])])
 
+    def reduced(self, floor: float | Tensor, rank: int | None = None) -> LowRank:
+        """Return the nearest matrix without singular values up to a floor.
+
+        Args:
+            floor: Singular values up to this number are left out.
+            rank: The largest rank; ``None`` for any. The result may have no columns.
+        """
+        u, s, v = self.svd()
+        kept = slice(int((s > floor).sum()) if rank is None else min(int((s > floor).sum()), rank))
+        return LowRank([(u[:, kept] * s[kept], v[kept])])
+
     def split(
         self, rank: int, scale: float, sent: tuple[Tensor, Tensor], zero: float = _ZERO
     ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,16 @@ def matrix(factor: Tensor) -> Tensor:
     return factor.detach().flatten(1).double()
 
 
-def find_pairs(module: nn.Module) -> list[Pair]:
-    """Return the low-rank pairs of a module whose factors are entries of its state.
+def adapted_layers(module: nn.Module) -> Iterator[tuple[Any, Pair]]:
+    """Yield each layer with its low-rank pairs; a tied pair comes with each of its layers.
 
     A layer with pairs has the attributes ``lora_A``, ``lora_B``, ``r`` and ``scaling`` of ``peft``.
-    Entries are found by their tensors, whatever their names. A tied pair is found once.
-
-    Args:
-        module: The module, such as a client module with a ``PeftModel``.
+    Entries are found by their tensors, whatever their names.
 
     Raises:
         ConfigurationError: If adapters are merged into the weights.
     """
     names = {id(tensor): name for name, tensor in state_tensors(module).items()}
-    found: dict[tuple[str, str], Pair] = {}
     for layer, part in module.named_modules():
         if not all(hasattr(part, name) for name in ("lora_A", "lora_B", "scaling", "r")):
             continue
@@ -77,15 +73,29 @@ def find_pairs(module: nn.Module) -> list[Pair]:
             a, b = _factors(part, adapter)
             if a is None or b is None or not {id(a), id(b)} <= names.keys():
                 continue
-            entries = names[id(a)], names[id(b)]
             scale, unlike = float(part.scaling[adapter]), _unlike(part, adapter)
-            pair = Pair(layer, adapter, *entries, int(rank), scale, unlike)
-            before = found.setdefault(entries, pair)
-            if before.scale != scale:
-                raise ConfigurationError(
-                    f"{before.layer!r} and {layer!r} share their adapters, and scale them by "
-                    f"{before.scale:g} and {scale:g}"
-                )
+            yield part, Pair(layer, adapter, names[id(a)], names[id(b)], int(rank), scale, unlike)
+
+
+def find_pairs(module: nn.Module) -> list[Pair]:
+    """Return the low-rank pairs of a module whose factors are entries of its state.
+
+    A tied pair is found once.
+
+    Args:
+        module: The module, such as a client module with a ``PeftModel``.
+
+    Raises:
+        ConfigurationError: If adapters are merged into the weights.
+    """
+    found: dict[tuple[str, str], Pair] = {}
+    for _, pair in adapted_layers(module):
+        before = found.setdefault(pair.names, pair)
+        if before.scale != pair.scale:
+            raise ConfigurationError(
+                f"{before.layer!r} and {pair.layer!r} share their adapters, and scale them by "
+                f"{before.scale:g} and {pair.scale:g}"
+            )
     return [*found.values()]
 
 

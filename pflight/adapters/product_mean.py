@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,26 +16,32 @@ from .low_rank import LowRank
 from .pairs import Pair, matrix
 
 
-class ProductMean(WeightedMean):
-    r"""Weighted means in which each pair has the mean of the clients' products.
+class PairMean(WeightedMean):
+    r"""Weighted means of all entries that also know the mean product of each pair.
 
-    In each group :math:`\sum_i p_i s B_i A_i` is split into factors of the pair's rank
-    (FlexLoRA, Bai et al. 2024). All other entries have plain means. Factors are kept, and are
-    compressed as they grow, so memory does not depend on the number of added states.
+    In each group this product is :math:`D^* = \sum_i p_i s B_i A_i`. Factors of it are kept, and
+    are compressed as they grow, so memory does not depend on the number of added states.
 
     Args:
         sent: The model that was sent, for each group.
-        pairs: The pairs; entries that are in none have plain means.
+        pairs: The pairs.
+        measures: Whether :meth:`compute` also sets :attr:`error`.
 
-    References:
-        Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
-        Client Resources, NeurIPS 2024, https://arxiv.org/abs/2402.11505.
+    Attributes:
+        terms: What the server adds to the frozen weights of layers, of the first group.
+        error: Distance of the sent products from the mean products, relative to the latter, over
+            all pairs and groups; 0 if all mean products are 0. ``None`` before :meth:`compute`.
     """
 
-    def __init__(self, sent: Sequence[Mapping[str, Tensor]], pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self, sent: Sequence[Mapping[str, Tensor]], pairs: Sequence[Pair], measures: bool = False
+    ) -> None:
+        super().__init__(sent[0], len(sent))
         paired = {name for pair in pairs for name in pair.names}
-        super().__init__({n: t for n, t in sent[0].items() if n not in paired}, len(sent))
         self.pairs = pairs
+        self.measures = measures
+        self.terms: dict[Pair, LowRank] = {}
+        self.error: float | None = None
         self._sent = [{name: state[name].detach().clone() for name in paired} for state in sent]
         self._products: list[dict[Pair, LowRank]] = [{} for _ in sent]
 
@@ -65,21 +72,140 @@ class ProductMean(WeightedMean):
                     self._add(group, pair, LowRank([(left.to(device), right.to(device))]))
 
     def compute(self) -> TensorDict:
-        """Return the means ``[groups]``. The pairs of a group with zero weight are as sent."""
+        """Return the means ``[groups]``. The mean of a group with zero weight is meaningless."""
         means = super().compute()
+        self._combine(means)
+        if self.measures:
+            self.error = self._error(means)
+        return means
+
+    def _combine(self, means: TensorDict) -> None:
+        """Replace the means of factors ``[groups]`` in place, and set :attr:`terms`."""
+
+    def ideal(self, group: int, pair: Pair) -> LowRank | None:
+        """Return the mean product of a group, or ``None`` if it has zero weight."""
+        if pair not in self._products[group]:
+            return None
+        return 1 / float(self.weights[group]) * self._products[group][pair]
+
+    def _zero(self, pair: Pair) -> float:
+        """Return which part of the largest singular value counts as 0."""
+        return 1e-12 if self._sent[0][pair.a].dtype == torch.float64 else 1e-7
+
+    def _error(self, means: TensorDict) -> float:
+        away = size = 0.0
+        for group in range(len(self._sent)):
+            for pair in self.pairs:
+                if (ideal := self.ideal(group, pair)) is None:
+                    continue
+                sent = pair.product(means[group])
+                if pair in self.terms:
+                    sent = sent + self.terms[pair]
+                away += float((sent - ideal).norm()) ** 2
+                size += float(ideal.norm()) ** 2
+        return math.sqrt(away / size) if size else 0.0
+
+
+class ProductMean(PairMean):
+    r"""Weighted means in which each pair has the mean of the clients' products.
+
+    In each group :math:`\sum_i p_i s B_i A_i` is split into factors of the pair's rank
+    (FlexLoRA, Bai et al. 2024). All other entries have plain means.
+
+    References:
+        Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
+        Client Resources, NeurIPS 2024, https://arxiv.org/abs/2402.11505.
+    """
+
+    def _combine(self, means: TensorDict) -> None:
         for pair in self.pairs:
             parts = [self._mean_of(group, pair) for group in range(len(self._sent))]
             for name, values in zip((pair.b, pair.a), zip(*parts, strict=True), strict=True):
                 like = self._sent[0][name]
                 means[name] = torch.stack([value.view_as(like).to(like.dtype) for value in values])
-        return means
 
     def _mean_of(self, group: int, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Return B and A of a group's mean, as matrices."""
+        """Return B and A of a group's mean, as matrices; as they were sent for zero weight."""
         sent = self._sent[group]
         factors = matrix(sent[pair.b]), matrix(sent[pair.a])
-        if pair not in self._products[group]:
+        mean = self.ideal(group, pair)
+        if mean is None:
             return factors
-        mean = 1 / float(self.weights[group]) * self._products[group][pair]
-        zero = 1e-12 if sent[pair.a].dtype == torch.float64 else 1e-7
-        return mean.split(pair.rank, pair.scale, factors, zero)
+        return mean.split(pair.rank, pair.scale, factors, self._zero(pair))
+
+
+class ResidualMean(PairMean):
+    r"""Weighted means of the factors, and what their product lacks of the mean product.
+
+    The terms are :math:`D^* - s B A` with the means B and A (FedEx-LoRA, Singhal et al. 2025).
+
+    Args:
+        sent: The model that was sent.
+        pairs: As in :class:`PairMean`.
+        measures: As in :class:`PairMean`.
+        rank: The largest rank of a term; ``None`` for any.
+
+    References:
+        Singhal et al., FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
+        Large Language Models, ACL 2025, https://arxiv.org/abs/2410.09432.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[str, Tensor],
+        pairs: Sequence[Pair],
+        measures: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__([sent], pairs, measures)
+        self.rank = rank
+
+    def _combine(self, means: TensorDict) -> None:
+        for pair in self.pairs:
+            if (ideal := self.ideal(0, pair)) is not None:
+                floor = self._zero(pair) * ideal.svd()[1][0]
+                self.terms[pair] = (ideal - pair.product(means[0])).reduced(floor, self.rank)
+
+
+class StackMean(PairMean):
+    """Weighted means of all entries but pairs. The mean products become terms.
+
+    Of each pair, one factor is 0 then, and the other as it was sent (FLoRA, Wang et al. 2024).
+
+    Args:
+        sent: The model that was sent.
+        pairs: As in :class:`PairMean`.
+        measures: As in :class:`PairMean`.
+        start: The model at the start. The factor of a pair that was 0 there is 0 again, by default
+            B. In an embedding it is A.
+
+    References:
+        Wang et al., FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous
+        Low-Rank Adaptations, NeurIPS 2024, https://arxiv.org/abs/2409.05976.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[str, Tensor],
+        pairs: Sequence[Pair],
+        measures: bool,
+        start: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__([sent], pairs, measures)
+        self._start = start
+
+    def _combine(self, means: TensorDict) -> None:
+        for pair in self.pairs:
+            zero, other = zero_first(pair, self._start)
+            means[other] = self._sent[0][other][None]
+            if (ideal := self.ideal(0, pair)) is None:
+                means[zero] = self._sent[0][zero][None]
+                continue
+            means[zero] = torch.zeros_like(self._sent[0][zero][None])
+            floor = self._zero(pair) * ideal.svd()[1][0]
+            self.terms[pair] = ideal.reduced(floor)
+
+
+def zero_first(pair: Pair, start: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return the names of a pair, first that of the factor which is 0 at the start."""
+    return pair.names if not start[pair.a].any() else pair.names[::-1]

@@ -49,6 +49,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
+        type=_setting,
         metavar="OPTION=VALUE,...",
         help="an option of all runs or, with several values, one that tells rows apart: "
         "trainer.max_epochs=30 model.local_epochs=1,5",
@@ -261,6 +262,13 @@ def _config(path: str) -> str:
     if find_config(path) is None:
         raise argparse.ArgumentTypeError(no_config(path))
     return path
+
+
+def _setting(text: str) -> str:
+    name, _, values = text.removeprefix("--").partition("=")
+    if not (name and values.strip()) or values.rstrip().endswith(","):
+        raise argparse.ArgumentTypeError(f"{text!r} is no OPTION=VALUE or OPTION=VALUE,VALUE")
+    return text
 
 
 def _method(name: str) -> str:

@@ -39,8 +39,14 @@ def agreement_on(
         config: Options of the model, by name, as text.
 
     Raises:
-        ConfigurationError: If newcomers have an option, since a deployment holds no client out.
+        ConfigurationError: If newcomers have an option, since a deployment holds no client out; or
+            if the server has a side path of adapters, which nodes don't get.
     """
+    if callback.has_side_path:
+        raise ConfigurationError(
+            f"{type(callback).__name__} with aggregate={callback.aggregation!r}: the nodes of a "
+            "deployment don't get the server's side path: take 'factors' or 'product'"
+        )
     training = asdict(federation.clients.training)
     training.pop("on_client_error")
     if training["newcomer_epochs"] is not None:

@@ -304,17 +304,18 @@ class RemoteClients(Clients):
         sent: TensorDict,
         round_index: int | None = None,
         epochs: int | None = None,
+        returns: Collection[str] | None = None,
     ) -> ClientUpdates:
         """See :class:`~pflight.clients.Clients`."""
         as_round = self.rounds if round_index is None else round_index
-        numbers, names = {"as_round": as_round, "epochs": epochs or 0}, self._returns(None)
-        known = [name for name in names if name in sent]
+        numbers, names = {"as_round": as_round, "epochs": epochs or 0}, self._returns(returns)
+        known = [name for name in self._returns(None) if name in sent]
         sent = sent.select(*known)
         self._send("aside", clients, {SENT: sent}, numbers, {"returns": names})
         answers = self._answers(clients, sent, names, "aside")
         updates = self._updates(clients, sent, names, "aside", answers, self.num_samples)
         self.note_failures(updates.failures, "to find its place")
-        self.count_aside(clients, sent, updates)
+        self.count_aside(clients, sent, updates, names)
         return updates
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:

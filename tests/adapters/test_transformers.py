@@ -76,11 +76,11 @@ def texts() -> TensorClients:
     return TensorClients(clients, num_classes=CLASSES, batch_size=3)
 
 
-def trained(network: type[nn.Module], engine: str) -> Federation:
+def trained(network: type[nn.Module], engine: str, **options: Any) -> Federation:
     torch.manual_seed(0)
     client = Classifier(network(), CLASSES, optimizer=sgd(0.1)).double()
 
-    return run(client, texts(), FedAvg(), 2, engine=engine)
+    return run(client, texts(), FedAvg(**options), 2, engine=engine)
 
 
 def test_only_the_adapters_of_a_transformer_are_exported(tmp_path: Path) -> None:
@@ -99,12 +99,20 @@ def test_only_the_adapters_of_a_transformer_are_exported(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("network", [Bert, GPT2])
-def test_a_stack_trains_as_one_client_alone(network: type[nn.Module]) -> None:
+@pytest.mark.parametrize("options", [{}, {"aggregate": "residual", "log_product_error": True}])
+def test_a_stack_trains_as_one_client_alone(
+    network: type[nn.Module], options: dict[str, Any]
+) -> None:
     usual = masking_utils._ignore_causal_mask_sdpa
-    one, other = (
-        trained(network, engine).server_states()[0] for engine in ("sequential", "vectorized")
-    )
+    runs = [trained(network, engine, **options) for engine in ("sequential", "vectorized")]
+    one, other = (run.server_states()[0] for run in runs)
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-14)
     assert any("lora_B" in name and value.any() for name, value in one.items())
     assert masking_utils._ignore_causal_mask_sdpa is usual
+    assert [getattr(run.clients.engine, "obstacle", None) for run in runs] == [None, None]
+    if options:
+        tokens, tag = torch.arange(1, 11).view(1, 10), "adapters/product_error"
+        outputs = [run.client_module(0).network(tokens) for run in runs]
+        torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-14)
+        assert max(entry.metrics[tag] for run in runs for entry in run.history) < 1e-6

@@ -23,7 +23,7 @@ from tests.runs import assert_same, run
 
 from .small import comparison, finish
 
-METHODS = ["local", "fedit", "ffa_lora", "fedsa_lora", "fesem", "ifca", "ditto"]
+METHODS = ["local", "fedit", "ffa_lora", "fedsa_lora", "feddpa", "fedalt", "fesem", "ifca", "ditto"]
 P_A, P_B = 4 * 2 * 2 * 16, 4 * 2 * 2 * 48
 """Bytes of all factors A and B: float32, two layers, rank 2, from 16 numbers to 48."""
 
@@ -42,7 +42,7 @@ def text(folder: Path) -> str:
 
 
 @pytest.mark.short("two")
-@pytest.mark.parametrize("names", [["ffa_lora", "fedsa_lora"], METHODS], ids=["two", "all"])
+@pytest.mark.parametrize("names", [["ffa_lora", "feddpa"], METHODS], ids=["two", "all"])
 def test_methods_run_by_their_names(names, tmp_path):
     made = finish(comparison(tmp_path, names, text=text(tmp_path)))
     found = [json.loads(Path(task.folder, RESULTS).read_text()) for task in made]

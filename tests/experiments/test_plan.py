@@ -119,9 +119,9 @@ def test_values(text, values):
     assert values_of([text]) == {"a": values}
 
 
-@pytest.mark.parametrize("text", ["a", "a=", "a=1,", "=1", "a=[1", "a={b: [}", "a=!!python/x 1"])
+@pytest.mark.parametrize("text", ["a=[1", "a={b: [}", "a=!!python/x 1"])
 def test_values_that_are_none(text):
-    with pytest.raises(ConfigurationError, match=r"--set .*a?"):
+    with pytest.raises(ConfigurationError, match=r"--set a=.*: a value is not YAML"):
         values_of([text])
 
 

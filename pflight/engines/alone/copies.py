@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import lightning as L
@@ -20,6 +18,7 @@ from pflight.engines.check import OF_A_MODULE
 from pflight.states.state import StateLayout, rest_frozen, state_tensors
 from pflight.task import Task
 
+from .contents import CONSTANTS, contents
 from .trainer import ModuleTrainer, nothing
 
 
@@ -149,7 +148,13 @@ class Copies:
         self._modes = [(part, part.training) for part in self.module.modules()]
         buffers = zip(self.module.buffers(), self._pristine.buffers(), strict=True)
         self._unsaved = [(own, given) for own, given in buffers if id(own) not in self._shared]
-        self.plain = all(map(_is_plain, self.module.modules()))
+        self._holders = [part for part in self.module.modules() if _objects(part)]
+        try:
+            self._contents = self._held_by_objects()
+        except TypeError:
+            self.plain = False
+        else:
+            self.plain = True
 
     def close(self) -> None:
         """Free the memory of all copies at once. They hold each other and are collected late."""
@@ -207,6 +212,7 @@ class Copies:
                 vars(part)["training"] = mode  # faster than setting the attribute
         try:
             same = all(now == before for now, before in self._attributes)
+            same = same and self._held_by_objects() == self._contents
         except Exception:  # a new value can't be compared
             return False
         return (
@@ -216,10 +222,25 @@ class Copies:
             and all(torch.equal(own, given) for own, given in self._unsaved)
         )
 
+    def _held_by_objects(self) -> list[Any]:
+        """Return what attributes hold that can change without a new assignment."""
+        return contents(chain.from_iterable(map(_objects, self._holders)))
+
     def _registered(self) -> tuple[list[int], list[int]]:
         """Return the sizes of the copy's registers, and the ``id`` of each entry."""
         values = chain.from_iterable(map(dict.values, self._registers))
         return list(map(len, self._registers)), list(map(id, values))
+
+
+def _objects(part: nn.Module) -> list[Any]:
+    """Return a module's own attributes that can change without a new assignment."""
+    if isinstance(part, Metric | MetricCollection):  # they count their updates
+        return []
+    return [
+        value
+        for name, value in vars(part).items()
+        if name not in OF_A_MODULE and not isinstance(value, CONSTANTS)
+    ]
 
 
 def _never() -> bool:
@@ -234,22 +255,3 @@ def ready(template: L.LightningModule) -> L.LightningModule:
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.is_inference()
-
-
-def _is_plain(part: nn.Module) -> bool:
-    """Return whether a module's attributes can change only by a new assignment."""
-    if isinstance(part, Metric | MetricCollection):  # they count their updates
-        return True
-    return all(n in OF_A_MODULE or _is_constant(value) for n, value in vars(part).items())
-
-
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return isinstance(value, _CONSTANT)
-
-
-_CONSTANT = (
-    *(bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device),
-    *(FunctionType, BuiltinFunctionType, partial),
-)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pflight.adapters.side_path import addends_of
 from pflight.engines.alone.client import ClientModel, training_step
 from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
@@ -114,6 +115,7 @@ class Stack:
         self.training_phase: Phase | None = None
         self._frozen = Frozen(module, layout)
         self._tied = other_places(module)
+        self._versions: list[int] = []  # of the module's side path
         self._modes: Hashable = None  # modes of the modules and parameters
         self._calls: Counter[Hashable] = Counter()
         self._records: dict[Hashable, Callable[..., Any]] = {}
@@ -169,11 +171,20 @@ class Stack:
             self._note_modes()
 
     def _note_modes(self) -> None:
+        self._forget_records_of_another_side_path()
         modules, parameters = self.module.modules(), self.module.parameters()
         self._modes = (
             tuple(module.training for module in modules),
             tuple(parameter.requires_grad for parameter in parameters),
         )
+
+    def _forget_records_of_another_side_path(self) -> None:
+        """Forget the recorded operations if the side path, a constant in them, has changed."""
+        versions = [addend.version for addend in addends_of(self.module)]
+        if versions != self._versions:
+            self._versions = versions
+            self._calls.clear()
+            self._records.clear()
 
     def optimizer(self, setup: ClientSetup) -> tuple[Any, bool]:
         """Return a client's optimizer, and whether it comes from the client method.
