@@ -397,6 +397,11 @@ def _with_bias() -> Regressor:
             two_ranks,
             r"HetLoRA: Frozen can't take .*lora_A",
         ),
+        (
+            lambda: HetLoRA(aggregate="stack"),  # type: ignore[call-arg]
+            two_ranks,
+            "HetLoRA: aggregate='stack' has no ranks of clients: take 'factors' or 'product'",
+        ),
         (Bounded, two_ranks, "--max-share bounds weights by samples: take weighting='samples'"),
     ],
 )
