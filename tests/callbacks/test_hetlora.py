@@ -16,13 +16,15 @@ pytest.importorskip("peft")
 import peft
 
 from pflight import Federation
-from pflight.adapters import LowRank
+from pflight.adapters import LowRank, find_pairs
 from pflight.callbacks import FedAvg, HetLoRA
+from pflight.callbacks.methods.hetlora import _norms
 from pflight.command.cli import main
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.modifiers import Frozen, Private
 from pflight.runs.check_state import CheckState
+from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates
 from pflight.transforms import TopK
 from tests.adapters.worlds import A, B, Regressor, clients, matrix, regressor, trained
@@ -41,7 +43,7 @@ two_ranks = partial(regressor, r=2, lora_alpha=4)
 class Sent(HetLoRA):
     """Gets what :data:`SENT` has, in place of what clients have trained.
 
-    The first client's B is multiplied by ``times``.
+    The first client's B is multiplied by ``times``. It also sends what is beyond its rank.
     """
 
     times = 1.0
@@ -51,6 +53,9 @@ class Sent(HetLoRA):
             a, b = SENT[client]
             updates.states[A][row] = a
             updates.states[B][row] = b * (self.times if client == 0 else 1)
+            if client == 0:
+                updates.states[A][row][1] = 7
+                updates.states[B][row][:, 1] = 7
         super().receive(updates)
 
 
@@ -110,6 +115,26 @@ def test_vectors() -> None:
     close(sent[B][0], [[0.358570, 0], [0.641430, 0], [1.358570, 0]])
     assert torch.equal(sent[A][1], state[A])
     assert torch.equal(federation.client_state(0)[A], sent[A][0])
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 2, 1)),
+        nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)),
+    ],
+)
+def test_norms_are_over_all_layers(layers: nn.Module) -> None:
+    adapted = peft.get_peft_model(layers, peft.LoraConfig(r=2, target_modules=["0", "1"]))
+    pairs, like = find_pairs(adapted), StateLayout.of(adapted).template
+    states = TensorDict({n: torch.randn(3, *like[n].shape) for p in pairs for n in p.names}, [3])
+    dense = [
+        torch.cat([(s[p.b].flatten(1) @ s[p.a].flatten(1)).flatten() for p in pairs]).norm()
+        for s in states
+    ]
+    assert len(pairs) == 2
+    torch.testing.assert_close(_norms(states, pairs).float(), torch.stack(dense))
 
 
 def test_products_of_different_ranks() -> None:
@@ -371,6 +396,11 @@ def _with_bias() -> Regressor:
             lambda: HetLoRA(modifiers=[Frozen("*lora_A*")]),
             two_ranks,
             r"HetLoRA: Frozen can't take .*lora_A",
+        ),
+        (
+            lambda: HetLoRA(aggregate="stack"),  # type: ignore[call-arg]
+            two_ranks,
+            "HetLoRA: aggregate='stack' has no ranks of clients: take 'factors' or 'product'",
         ),
         (Bounded, two_ranks, "--max-share bounds weights by samples: take weighting='samples'"),
     ],
