@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError, described
 
 from .pairs import adapted_layers
-from .side_path import Addend
+from .side_path import Addend, addends_of
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
@@ -101,12 +101,15 @@ def _check_base(name: str, model: Any) -> None:
 
 
 @contextmanager
-def _with_side_path(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield the entries of a PeftModel, with a side path in its adapters.
+def _with_side_path(model: Any) -> Iterator[dict[str, Tensor] | None]:
+    """Yield the entries of a PeftModel with the side path in its adapters, if there is one.
 
     An adapter becomes ``[B, L / s]`` and ``[A; M]`` with the same scale s. Meanwhile, the model's
     configurations have the ranks of these adapters.
     """
+    if not any(addend.factors for addend in addends_of(model)):
+        yield None
+        return
     plain, before = model.state_dict(), model.peft_config
     tensors, configs = dict(plain), copy.deepcopy(before)
     for layer, pair in adapted_layers(model):
