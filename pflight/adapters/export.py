@@ -125,8 +125,8 @@ def _check_sum(part: SecondAdapter) -> None:
 @contextmanager
 def _summed(
     name: str, model: Any, second: Collection[SecondAdapter]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the entries of a PeftModel, with all that stands beside its adapters as parts of them.
+) -> Iterator[dict[str, Tensor] | None]:
+    """Yield the entries of a PeftModel with what stands beside its adapters, if anything does.
 
     With its weight u, a second adapter and a side path, an adapter of scale s becomes
     ``[u B, v B', L / s]`` and ``[A; A'; M]``. Meanwhile, the model's configurations have the ranks
@@ -135,7 +135,8 @@ def _summed(
     prefix = f"{name}." if name else ""
     others = {part.pair.a.removeprefix(prefix): part for part in second}
     plain, before = model.state_dict(), model.peft_config
-    tensors, configs = dict(plain), copy.deepcopy(before)
+    summed: dict[str, Tensor] = {}
+    configs = copy.deepcopy(before)
     for layer, pair in adapted_layers(model):
         b, a = plain[pair.b], plain[pair.a]
         columns, rows = [b.flatten(1)], [a.flatten(1)]
@@ -154,14 +155,14 @@ def _summed(
         wide, long = wide.reshape(len(b), -1, *b.shape[2:]), long.reshape(-1, *a.shape[1:])
         for old, new in ((b, wide), (a, long)):  # tied layers have several names
             names = [entry for entry, t in plain.items() if t.data_ptr() == old.data_ptr()]
-            tensors.update(dict.fromkeys(names, new))
+            summed.update(dict.fromkeys(names, new))
         key = f"^{re.escape(pair.layer.removeprefix('base_model.model.'))}"
         alpha = pair.scale * (math.sqrt(rank) if config.use_rslora else rank)
         config.rank_pattern = {key: rank, **config.rank_pattern}
         config.alpha_pattern = {key: alpha, **config.alpha_pattern}
     model.peft_config = configs
     try:
-        yield tensors
+        yield {**plain, **summed} if summed else None
     finally:
         model.peft_config = before
 
