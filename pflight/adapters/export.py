@@ -19,7 +19,7 @@ from pflight.states.head import EXTRA
 
 from .pairs import adapted_layers
 from .second import SecondAdapter
-from .side_path import Addend
+from .side_path import Addend, addends_of
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
@@ -132,11 +132,13 @@ def _summed(
     ``[u B, v B', L / s]`` and ``[A; A'; M]``. Meanwhile, the model's configurations have the ranks
     of these adapters.
     """
+    if not second and not any(addend.factors for addend in addends_of(model)):
+        yield None
+        return
     prefix = f"{name}." if name else ""
     others = {part.pair.a.removeprefix(prefix): part for part in second}
     plain, before = model.state_dict(), model.peft_config
-    summed: dict[str, Tensor] = {}
-    configs = copy.deepcopy(before)
+    tensors, configs = dict(plain), copy.deepcopy(before)
     for layer, pair in adapted_layers(model):
         b, a = plain[pair.b], plain[pair.a]
         columns, rows = [b.flatten(1)], [a.flatten(1)]
@@ -155,14 +157,14 @@ def _summed(
         wide, long = wide.reshape(len(b), -1, *b.shape[2:]), long.reshape(-1, *a.shape[1:])
         for old, new in ((b, wide), (a, long)):  # tied layers have several names
             names = [entry for entry, t in plain.items() if t.data_ptr() == old.data_ptr()]
-            summed.update(dict.fromkeys(names, new))
+            tensors.update(dict.fromkeys(names, new))
         key = f"^{re.escape(pair.layer.removeprefix('base_model.model.'))}"
         alpha = pair.scale * (math.sqrt(rank) if config.use_rslora else rank)
         config.rank_pattern = {key: rank, **config.rank_pattern}
         config.alpha_pattern = {key: alpha, **config.alpha_pattern}
     model.peft_config = configs
     try:
-        yield {**plain, **summed} if summed else None
+        yield tensors
     finally:
         model.peft_config = before
 
