@@ -81,7 +81,7 @@ def _applied(layer: Any, adapter: str, x: Tensor, factors: Sequence[Tensor]) -> 
     for part, factor in zip(of_adapter, factors, strict=False):
         if isinstance(part, nn.modules.conv._ConvNd):
             kernel = factor.reshape(len(factor), -1, *part.weight.shape[2:])
-            x = part._conv_forward(x, kernel, None)  # type: ignore[operator]
+            x = part._conv_forward(x, kernel, None)
         else:
             x = F.linear(x, factor)
     return x
