@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,8 @@ class LocalAdapters(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.layers = second_adapters(module, "FedDPA", self.weights, trains=True)
+        weigh = partial(LocalAdapters.weights, self)  # copies of a module know that it is constant
+        self.layers = second_adapters(module, "FedDPA", weigh, trains=True)
         self.register_buffer("share", next(self.layers.parameters()).new_zeros(()))
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
