@@ -29,6 +29,8 @@ class Router(nn.Module):
         factor: The factor A: a layer, or a matrix ``[rank, V]`` of an embedding.
     """
 
+    g: Any  # a layer, or a matrix
+
     def __init__(self, factor: Any) -> None:
         super().__init__()
         like = getattr(factor, "weight", factor)
@@ -66,6 +68,9 @@ class SecondAdapter(nn.Module):
         pair: The layer's own adapter.
         weigh: Gives u and v.
     """
+
+    a: Any  # a layer, or a matrix
+    b: Any
 
     def __init__(self, module: nn.Module, pair: Pair, weigh: Weights, trains: bool) -> None:
         super().__init__()
@@ -152,7 +157,8 @@ def second_adapters(
         made = SecondAdapter(module, pair, weigh or Router(a), trains)
         if not trains and getattr(made.b, "bias", None) is not None:
             raise ConfigurationError(f"{owner} can't use the adapter of {pair.layer!r}: lora_bias")
-        found[f"{pair.layer}.{pair.adapter}".replace(".", "_")] = made
+        name = f"{pair.layer}.{pair.adapter}".replace(".", "_")
+        found[name if name not in found else f"{name}_{len(found)}"] = made
     return found
 
 

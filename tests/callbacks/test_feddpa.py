@@ -376,3 +376,11 @@ def test_peft_loads_the_sum_of_both(options: dict[str, Any], tmp_path: Path) -> 
     loaded = peft.PeftModel.from_pretrained(network(), tmp_path / "server").eval()
     assert torch.equal(loaded(x), server(x))
     assert loaded.peft_config["default"].r == 2
+
+
+def test_layers_of_similar_names_have_their_own_local_adapters() -> None:
+    inner = nn.ModuleDict({"b_c": nn.Linear(2, 3)}), nn.ModuleDict({"c": nn.Linear(2, 3)})
+    network = nn.ModuleDict({"a": inner[0], "a_b": inner[1]})
+    config = peft.LoraConfig(r=1, target_modules=["b_c", "c"])
+    adapters = LocalAdapters(peft.get_peft_model(network, config))
+    assert len(adapters.layers) == 2
