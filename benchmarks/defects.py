@@ -49,6 +49,7 @@ SHARED = ("tests/test_algorithms.py", "tests/test_ranks.py")  # runs that severa
 PLANTED = "PFLIGHT_PLANTED"
 PRELOADED = ["torch", "lightning.pytorch", "torchmetrics", "tensordict", "sklearn.datasets"]
 _NO_SUCH_TEST, _NO_TEST = 4, 5  # of pytest.ExitCode; processes of tests shall not import pytest
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that are imported already
 FOUND, MISSED, NONE = "found", "missed", "no test"
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -202,7 +203,7 @@ def run_map(options: argparse.Namespace) -> None:
     environment = {PROBED: str(MAP), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{MAP}:{ROOT}"}
     command = [sys.executable, "-m", "pytest", *f"-q -n {options.workers} --dist loadfile".split()]
     command += ["--no-loadscope-reorder", "-p", "benchmarks.probes"]
-    command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Python has imported it
+    command += ["-W", IMPORTED]
     command += [f"--junitxml={MAP / 'durations.xml'}", *options.tests]
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False)
 
@@ -255,20 +256,26 @@ def collected(*options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def _run_tests(defect: Defect, tests: list[str], folder: str) -> None:
-    """Run tests with a defect, and end with pytest's status."""
+def _run_tests(defect: Defect | None, tests: list[str], folder: str) -> None:
+    """Run tests with a defect, if one is given, and end with pytest's status."""
     os.setsid()
     os.chdir(ROOT)
-    os.environ |= {PLANTED: json.dumps(defect), "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    plant(defect)
-    os._exit(import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    if defect is not None:
+        os.environ[PLANTED] = json.dumps(defect)
+        plant(defect)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", IMPORTED]
+    os._exit(import_module("pytest").main([*options, *tests]))
 
 
-def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> str:
-    """Return whether tests find a defect; those that then never end do."""
+def try_tests(defect: Defect | None, tests: list[str], seconds: float, folder: str) -> str:
+    """Return whether tests find a defect; those that then never end do.
+
+    Without a defect, tests that fail have found something as well.
+    """
     if not tests:
         return NONE
     context = multiprocessing.get_context("forkserver")
@@ -326,6 +333,7 @@ def run_plant(options: argparse.Namespace) -> None:
         and re.search(options.only, f"{defect.file}:{defect.line}")
     }
     defects = random.Random(options.seed).sample([*every], min(options.count, len(every)))
+    controls = defects[:: max(len(defects) // 5, 1)]  # their tests first run without a defect
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     print(
         f"{len(defects)} of {len(every)} defects\n\n| defect | ./check | the rest |\n|---|---|---|"
@@ -336,6 +344,8 @@ def run_plant(options: argparse.Namespace) -> None:
         def judge(defect: Defect) -> tuple[str, str]:
             parts = True, False
             short, rest = (tests.chosen(every[defect], part, options.seconds) for part in parts)
+            if defect in controls and try_tests(None, short, options.seconds, folder) == FOUND:
+                raise RuntimeError(f"these tests fail without a defect: {short}")
             by_short = try_tests(defect, short, options.seconds, folder)
             by_rest = "" if by_short == FOUND else try_tests(defect, rest, options.seconds, folder)
             print(f"| `{defect.file}:{defect.line}` `{defect.text}` | {by_short} | {by_rest} |")

@@ -37,6 +37,7 @@ from pflight.runs.folder import RunFolder
 from tests.event_files import read_events
 from tests.pages import DIGITS
 
+FOR_ADAPTERS = {one.name for one in catalogue.methods() if one.needs == "adapters"}
 ALGORITHMS = {one.name: str(one.class_path).rpartition(".")[2] for one in catalogue.methods()}
 NETWORKS = {
     "celeba": "CelebACNN",
@@ -822,6 +823,7 @@ class TestConfigs:
         [
             pytest.param(name, marks=() if name in {"fedavg", "fesem"} else pytest.mark.long)
             for name in ALGORITHMS
+            if name not in FOR_ADAPTERS  # tests/experiments/test_adapters.py runs them
         ],
     )
     def test_every_algorithm_runs(self, algorithm, capsys):

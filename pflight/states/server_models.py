@@ -167,7 +167,7 @@ class ServerModels(nn.ModuleList):
         for name, value in gradients.items():
             tensor = tensors[name]
             if isinstance(tensor, nn.Parameter):
-                tensor.grad = value.clone()
+                tensor.grad = value.to(tensor, copy=True)
             else:
                 tensor.copy_(value)
 
