@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import defects
+from benchmarks import defects, probes
 from benchmarks.peers import images, pflight, raw
 from benchmarks.peers.environments import (
     ENVIRONMENTS,
@@ -405,6 +405,37 @@ def test_each_defect_of_a_file_is_another_one() -> None:
     planted = {ast.unparse(defects.planted(defect)) for defect in found}
     assert len(planted) == len(found) > 20
     assert ast.unparse(ast.parse(path.read_text())) not in planted
+
+
+def test_probes_note_the_statements_that_a_test_enters(tmp_path: Path) -> None:
+    notes, module = tmp_path / "notes", tmp_path / "probed.py"
+    notes.mkdir()
+    module.write_text(
+        "def sign(x):\n    if x < 0:\n        return -1\n    try:\n        x / x\n"
+        "    except ZeroDivisionError:\n        return 0\n    return (\n        1\n    )\n"
+    )
+    probes.prepare(notes, tmp_path, [module])
+    defects.write_site(notes)
+    for x in (-2, 0, 5):
+        subprocess.run(
+            [sys.executable, "-c", f"import probed; probed.sign({x})"],
+            env=os.environ
+            | {"PYTHONPATH": f"{notes}:{tmp_path}", probes.PROBED: str(notes)}
+            | {"PYTEST_CURRENT_TEST": f"tests/test_sign.py::test_it[{x}] (call)"},
+            check=True,
+        )
+    places, entered = probes.entered(notes)
+    lines = {
+        test: {
+            line for number in numbers for line in range(places[number][1], places[number][2] + 1)
+        }
+        for test, numbers in entered.items()
+    }
+    assert lines == {
+        "tests/test_sign.py::test_it[-2]": {2, 3},
+        "tests/test_sign.py::test_it[0]": {2, 4, 5, 7},
+        "tests/test_sign.py::test_it[5]": {2, 4, 5, 8, 9, 10},
+    }
 
 
 def test_processes_that_a_test_starts_see_the_defect(tmp_path: Path) -> None:
