@@ -603,10 +603,10 @@ def test_bad_options(options: dict, message: str) -> None:
 
 
 def test_biases_have_a_prior_of_their_own() -> None:
-    rows, sums = torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[3.0, -1.0]]).double()
+    rows, sums = (torch.tensor([row]).double() for row in ([1.0, 0.0, 2.0], [3.0, 0.0, -1.0]))
     options = BBPMAP(mu0=0.5, bias_mu0=0.1)
     (score,) = matching_scores(rows, sums, torch.ones(1), 2, options, biased=True).flatten()
-    joint, before = (4.5**2 + 1.1**2) / 3, (3.5**2 + 0.9**2) / 2
+    joint, before = (4.5**2 + 0.5**2 + 1.1**2) / 3, (3.5**2 + 0.5**2 + 0.9**2) / 2
     assert score.item() == pytest.approx(joint - before, abs=1e-6)
     states = [{"0.weight": torch.ones(1, 2), "0.bias": torch.ones(1)}] * 2
     states = [{**state, "1.weight": torch.ones(2, 1), "1.bias": torch.ones(2)} for state in states]
