@@ -9,7 +9,7 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.adapters.pairs import trained_pairs
+from pflight.adapters.pairs import trained_pairs, zero_first
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, Phase
 from pflight.options import checked
@@ -45,7 +45,7 @@ class InTurn(ClientMethod):
         tensors = state_tensors(module)
         even, odd = set[str](), set[str]()
         for pair in trained_pairs(module, "RoLoRA"):
-            first, second = (pair.b, pair.a) if tensors[pair.a].any() else pair.names
+            first, second = zero_first(pair, tensors)
             even.add(first)
             odd.add(second)
         return even, odd

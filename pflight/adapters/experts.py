@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.states.state import state_tensors
 
-from .pairs import Pair, plain_pairs
+from .hooks import ChangedOutput
+from .pairs import Pair, adapted_layers, plain_pairs
 
 
 class Experts(nn.Module):
@@ -62,7 +63,8 @@ class Experts(nn.Module):
             self.bank.register_buffer(f"a{index}", a.new_zeros(room, *a.shape))
             self.bank.register_buffer(f"b{index}", b.new_zeros(room, *b.shape))
             self.router.append(nn.Linear(a.shape[1], 2 * room - 1, bias=False).to(a))
-            _Mixture(self, index).attach(module.get_submodule(pair.layer), pair.adapter)
+            layer = module.get_submodule(pair.layer)
+            ChangedOutput(layer, pair.adapter, partial(self._mixed, index))
 
     def weights(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight of the own expert ``[..., 1]``, and those of the others.
@@ -89,14 +91,14 @@ class Experts(nn.Module):
         own = (experts * mine).sum(-1, keepdim=True) + further.sum(-1, keepdim=True)
         return own, experts * ~mine
 
-    def mixed(self, index: int, x: Tensor, dropped: Tensor, output: Tensor) -> Tensor:
+    def _mixed(self, index: int, x: Tensor, dropped: Tensor, output: Tensor) -> Tensor:
         """Return the mixture of all experts ``[..., d]``, without the scale.
 
         Args:
             index: Number of the adapter.
             x: Inputs of the layer ``[..., k]``.
             dropped: The same after dropout.
-            output: What the own expert gives ``[..., d]``.
+            output: Output of the own expert ``[..., d]``.
         """
         a, b = getattr(self.bank, f"a{index}"), getattr(self.bank, f"b{index}")
         own, others = self.weights(index, x)
@@ -116,46 +118,19 @@ def linear_pairs(module: nn.Module, owner: str) -> list[Pair]:
         ConfigurationError: If there is none, or one is of another kind.
     """
     pairs = plain_pairs(module, owner)
-    found = {(pair.layer, pair.adapter) for pair in pairs}
-    for name, part in module.named_modules():
-        if not hasattr(part, "lora_A") or not hasattr(part, "r"):
-            continue
-        for adapter in part.r:
-            if adapter not in part.lora_A or not isinstance(part.lora_A[adapter], nn.Linear):
-                raise ConfigurationError(
-                    f"{owner} routes the inputs of linear layers, and {name!r} is none: leave it "
-                    "out of the adapters' targets"
-                )
-            if part.lora_B[adapter].bias is not None:
-                raise ConfigurationError(
-                    f"{owner} can't use the adapter of {name!r}: it has a bias (lora_bias)"
-                )
-            if (name, adapter) not in found:
-                raise ConfigurationError(
-                    f"{owner} can't use the adapter of {name!r}: another layer has the same factors"
-                )
+    for part, pair in adapted_layers(module):
+        if pair.adapter not in part.lora_A or not isinstance(part.lora_A[pair.adapter], nn.Linear):
+            raise ConfigurationError(
+                f"{owner} routes the inputs of linear layers, and {pair.layer!r} is none: leave it "
+                "out of the adapters' targets"
+            )
+        if part.lora_B[pair.adapter].bias is not None:
+            raise ConfigurationError(
+                f"{owner} can't use the adapter of {pair.layer!r}: it has a bias (lora_bias)"
+            )
+        if pair not in pairs:
+            raise ConfigurationError(
+                f"{owner} can't use the adapter of {pair.layer!r}: another layer has the same "
+                "factors"
+            )
     return pairs
-
-
-class _Mixture:
-    """The hooks of one adapter. They are copied with the module and its experts."""
-
-    def __init__(self, experts: Experts, index: int) -> None:
-        self.experts, self.index = experts, index
-        self.seen: list[Tensor] = []  # the layer's input, and the same after dropout
-
-    def attach(self, layer: Any, adapter: str) -> None:
-        layer.register_forward_pre_hook(self.before_layer, with_kwargs=True)
-        layer.lora_A[adapter].register_forward_pre_hook(self.before_a)
-        layer.lora_B[adapter].register_forward_hook(self.after_b)
-
-    def before_layer(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.seen[:] = [(*args, *named.values())[0]]
-
-    def before_a(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self.seen.append(args[0])
-
-    def after_b(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        x, dropped = self.seen
-        self.seen.clear()  # a copy of the module must not hold them
-        return self.experts.mixed(self.index, x.to(dropped.dtype), dropped, output)

@@ -51,6 +51,11 @@ def matrix(factor: Tensor) -> Tensor:
     return factor.detach().flatten(1).double()
 
 
+def zero_first(pair: Pair, start: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return the names of a pair, first that of the factor which is 0 at the start."""
+    return pair.names if not start[pair.a].any() else pair.names[::-1]
+
+
 def adapted_layers(module: nn.Module) -> Iterator[tuple[Any, Pair]]:
     """Yield each layer with its low-rank pairs; a tied pair comes with each of its layers.
 

@@ -13,7 +13,7 @@ from pflight.runs.distributed import gather
 from pflight.states.state import WeightedMean
 
 from .low_rank import LowRank
-from .pairs import Pair, matrix
+from .pairs import Pair, matrix, zero_first
 
 
 class PairMean(WeightedMean):
@@ -92,6 +92,10 @@ class PairMean(WeightedMean):
         """Return which part of the largest singular value counts as 0."""
         return 1e-12 if self._sent[0][pair.a].dtype == torch.float64 else 1e-7
 
+    def _floor(self, pair: Pair, ideal: LowRank) -> Tensor:
+        """Return up to which number a singular value of a term counts as 0."""
+        return self._zero(pair) * ideal.svd()[1][0]
+
     def _error(self, means: TensorDict) -> float:
         away = size = 0.0
         for group in range(len(self._sent)):
@@ -163,8 +167,8 @@ class ResidualMean(PairMean):
     def _combine(self, means: TensorDict) -> None:
         for pair in self.pairs:
             if (ideal := self.ideal(0, pair)) is not None:
-                floor = self._zero(pair) * ideal.svd()[1][0]
-                self.terms[pair] = (ideal - pair.product(means[0])).reduced(floor, self.rank)
+                residual = ideal - pair.product(means[0])
+                self.terms[pair] = residual.reduced(self._floor(pair, ideal), self.rank)
 
 
 class StackMean(PairMean):
@@ -202,10 +206,4 @@ class StackMean(PairMean):
                 means[zero] = self._sent[0][zero][None]
                 continue
             means[zero] = torch.zeros_like(self._sent[0][zero][None])
-            floor = self._zero(pair) * ideal.svd()[1][0]
-            self.terms[pair] = ideal.reduced(floor)
-
-
-def zero_first(pair: Pair, start: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Return the names of a pair, first that of the factor which is 0 at the start."""
-    return pair.names if not start[pair.a].any() else pair.names[::-1]
+            self.terms[pair] = ideal.reduced(self._floor(pair, ideal))

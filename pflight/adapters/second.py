@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.states.state import other_places, state_tensors
 
+from .hooks import ChangedOutput
 from .pairs import Pair, plain_pairs
 
 Weights = Callable[[Tensor], tuple[Tensor | float, Tensor | float]]
@@ -77,13 +78,10 @@ class SecondAdapter(nn.Module):
         layer: Any = module.get_submodule(pair.layer)
         self.pair = pair
         self.weigh = weigh
-        self._seen: list[Tensor] = []  # the layer's input, and that of its factor A
         if pair.adapter in layer.lora_A:
             own_a, own_b = layer.lora_A[pair.adapter], layer.lora_B[pair.adapter]
             self.a, self.b = (_copied(own, trains) for own in (own_a, own_b))
-            layer.register_forward_pre_hook(self._see_input, with_kwargs=True)
-            own_a.register_forward_pre_hook(self._see)
-            own_b.register_forward_hook(self._add)
+            ChangedOutput(layer, pair.adapter, self._add)
             return
         for name, factor in (
             ("a", layer.lora_embedding_A[pair.adapter]),
@@ -103,17 +101,9 @@ class SecondAdapter(nn.Module):
         a, b = (getattr(part, "weight", part) for part in (self.a, self.b))
         return a, b
 
-    def _see_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._seen[:] = [(*args, *kwargs.values())[0]]
-
-    def _see(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self._seen.append(args[0])
-
-    def _add(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _add(self, x: Tensor, dropped: Tensor, output: Tensor) -> Tensor:
         """Return ``u * output + v * B' A' x``, which the layer scales."""
-        given, dropped = self._seen
-        self._seen.clear()
-        own, second = self.weigh(given.to(dropped.dtype))
+        own, second = self.weigh(x)
         return own * output + second * self.b(self.a(dropped))
 
     def _add_embedding(self, layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:

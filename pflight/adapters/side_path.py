@@ -15,8 +15,7 @@ from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator
 
 from .low_rank import LowRank
-from .pairs import Pair, adapted_layers
-from .product_mean import zero_first
+from .pairs import Pair, adapted_layers, zero_first
 
 Factors = tuple[Tensor, ...]
 """``L [d, R]`` and ``M [R, k]`` of the matrix ``L @ M``; or this matrix ``[d, k]`` alone, if it has
