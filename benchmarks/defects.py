@@ -13,8 +13,8 @@ one fails: first the tests of ``./check``, then those that only ``./check all`` 
 The last line says how many of the defects that any test finds the short check finds by itself.
 
 ``choose`` writes ``tests/left_out.txt``, beside the tests that are marked ``long``. It leaves out
-parameters of tests whose every line at least ``--others`` further tests enter, the slowest first.
-Each test keeps one of its parameters, and shipped methods keep all their properties.
+tests whose every line at least ``--others`` further tests enter, the slowest first. Tests of less
+than a second stay, and shipped methods keep all their properties.
 """
 
 from __future__ import annotations
@@ -292,20 +292,18 @@ def try_tests(defect: Defect | None, tests: list[str], seconds: float, folder: s
 
 
 def run_choose(options: argparse.Namespace) -> None:
-    """Write which parameters of tests the short check leaves out."""
+    """Write which tests the short check leaves out."""
+    head = "# Left out by ./check. python -m benchmarks.defects choose writes this file.\n"
+    LEFT_OUT.write_text(head)  # so that the choice is among all tests that are not marked
     tests = Tests()
     short = {test: tests.entered[test] for test in tests.short if test in tests.entered}
     others = Counter(place for places in short.values() for place in places)
-    left = Counter(test.partition("[")[0] for test in tests.short)
     chosen = []
     for test in sorted(short, key=lambda test: tests.seconds.get(test, 0.0), reverse=True):
-        name = test.partition("[")[0]
-        kept = left[name] == 1 or test.startswith(SHARED) or tests.seconds.get(test, 0.0) < 1
+        kept = test.startswith(SHARED) or tests.seconds.get(test, 0.0) < 1
         if not kept and all(others[place] > options.others for place in short[test]):
             others.subtract(short[test])
-            left[name] -= 1
             chosen.append(test)
-    head = "# Left out by ./check. python -m benchmarks.defects choose writes this file.\n"
     LEFT_OUT.write_text(head + "".join(f"{test}\n" for test in sorted(chosen)))
     seconds = sum(tests.seconds[test] for test in chosen)
     print(f"{len(chosen)} of {len(tests.short)} tests, {seconds:.0f} s of them, are left out")
@@ -374,7 +372,7 @@ def main() -> None:
     planting.add_argument("--only", default="", help="a pattern of `file:line`")
     planting.set_defaults(run=run_plant)
     choosing = kinds.add_parser("choose", help="write which tests ./check leaves out")
-    choosing.add_argument("--others", type=int, default=6, help="tests that enter each line, too")
+    choosing.add_argument("--others", type=int, default=3, help="tests that enter each line, too")
     choosing.set_defaults(run=run_choose)
     for each in (mapping, planting):
         each.add_argument("--workers", type=int, default=os.cpu_count())

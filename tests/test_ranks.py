@@ -24,7 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def names(request: pytest.FixtureRequest) -> list[str]:
     """Return the algorithms that the tests of this session ask for."""
-    cases = [getattr(item, "callspec", None) for item in request.session.items]
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = [getattr(item, "callspec", None) for item in here]
     asked = {case.params.get("name") for case in cases if case is not None}
     return [name for name in ALGORITHMS if name in {"FedAvg", *asked}]
 

@@ -20,7 +20,7 @@ from pflight.deploy.certificates import make_certificates, make_key
 from pflight.deploy.processes import free_port
 from pflight.history import Round, load_history
 
-LONG = 150.0  # seconds
+LONG = 600.0  # seconds; a busy machine needs minutes
 CONFIG = """
 trainer:
   max_epochs: 5
