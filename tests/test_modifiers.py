@@ -56,6 +56,7 @@ from tests.runs import (
     CLASSES,
     ENGINES,
     FEATURES,
+    ByHand,
     assert_same,
     batchnorm_client,
     dropout_client,
@@ -349,6 +350,16 @@ def test_the_module_that_names_a_method_stays_as_it_was() -> None:
     run(client, small_data(), FedAvg(modifiers=[Proximal(0.7)]), 2)
     assert client.client_method.terms == ()
     assert_alike(run(client, small_data(), FedAvg(), 2), before)
+
+
+def test_a_term_adds_nothing_to_private_entries_that_a_module_optimizes_by_hand() -> None:
+    def trained(kind: type[Classifier]) -> Federation:
+        callback = FedAvg(modifiers=[Proximal(0.5), Private("network.bias")])
+        return run(linear_client(kind), small_data(), callback, 3, engine="sequential")
+
+    by_hand, usual = trained(ByHand), trained(Classifier)
+    for client in range(small_data().num_clients):
+        torch.testing.assert_close(by_hand.client_state(client), usual.client_state(client))
 
 
 @ENGINES

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from pflight.callbacks import FedAvg, FedDBE
 from pflight.states.head import EXTRA
 from tests import networks_reference as reference
-from tests.runs import ENGINES, assert_same, run, sgd
+from tests.runs import (
+    CLASSES,
+    ENGINES,
+    FEATURES,
+    assert_same,
+    failing,
+    network_client,
+    run,
+    sgd,
+    small_data,
+)
 from tests.worlds import assert_rows, body, client_t, head, world_t
 
 BIAS, MEAN = f"{EXTRA}.bias", f"{EXTRA}.mean"
@@ -155,3 +165,18 @@ def test_a_newcomer_has_no_bias() -> None:
     assert not federation.callback.personalize(federation.clients.newcomers)[BIAS].any()
     sent = federation.server_states()[0]
     assert_same(federation.client_state(int(federation.clients.newcomers[0])), sent)
+
+
+@pytest.mark.filterwarnings("ignore:.*out of battery:UserWarning")
+def test_a_round_in_which_nobody_succeeds_leaves_the_server_as_it_was() -> None:
+    client = network_client(nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)), failing())
+    states: list[dict[str, Tensor]] = []
+
+    class Watched(FedDBE):
+        def round(self, cohort: Tensor) -> None:
+            states.append(copy.deepcopy(self.server.tensors(0)))
+            super().round(cohort)
+
+    federation = run(client, small_data(cohort_size=1), Watched(), 8, engine="sequential")
+    (empty,) = [entry.index for entry in federation.history if entry.clients == [3]]
+    assert_same(states[empty + 1], states[empty])
