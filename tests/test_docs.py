@@ -18,6 +18,7 @@ from tests.pages import ROOT, blocks, files
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+TUTORIALS = ROOT / "docs" / "tutorials"
 RUN_BEFORE = {"cli.md": ["--config", "configs/quickstart.yaml", "--trainer.max_epochs", "1"]}
 """By page, the run whose checkpoint its Python blocks load."""
 
@@ -40,7 +41,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def having(language: str) -> pytest.MarkDecorator:
-    chosen = [page for page in PAGES if any(blocks(page, language))]
+    """Return the pages with such blocks. Tutorials have a test of their own."""
+    chosen = [page for page in PAGES if any(blocks(page, language)) and page.parent != TUTORIALS]
     return pytest.mark.parametrize("page", chosen, ids=lambda page: str(page.relative_to(ROOT)))
 
 
