@@ -22,7 +22,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 RUN_BEFORE = {"cli.md": ["--config", "configs/quickstart.yaml", "--trainer.max_epochs", "1"]}
 """By page, the run whose checkpoint its Python blocks load."""
 
-CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml\b")
+NAMED = re.compile(r"\b(?:configs/[\w./-]+\.yaml|(?:benchmarks|examples)/\w+\.py)\b")
 
 
 def python_blocks(page: Path) -> Iterator[CodeType]:
@@ -118,8 +118,8 @@ def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_configurations_exist(page: Path) -> None:
-    named = set(CONFIG.findall(page.read_text(encoding="utf-8")))
+def test_the_named_configurations_and_programs_exist(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text(encoding="utf-8")))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
 
 
