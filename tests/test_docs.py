@@ -18,10 +18,11 @@ from tests.pages import ROOT, blocks, files
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+TUTORIALS = ROOT / "docs" / "tutorials"
 RUN_BEFORE = {"cli.md": ["--config", "configs/quickstart.yaml", "--trainer.max_epochs", "1"]}
 """By page, the run whose checkpoint its Python blocks load."""
 
-CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml\b")
+NAMED = re.compile(r"\b(?:configs/[\w./-]+\.yaml|(?:benchmarks|examples)/\w+\.py)\b")
 
 
 def python_blocks(page: Path) -> Iterator[CodeType]:
@@ -40,7 +41,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def having(language: str) -> pytest.MarkDecorator:
-    chosen = [page for page in PAGES if any(blocks(page, language))]
+    """Return the pages with such blocks. Tutorials have a test of their own."""
+    chosen = [page for page in PAGES if any(blocks(page, language)) and page.parent != TUTORIALS]
     return pytest.mark.parametrize("page", chosen, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -116,8 +118,8 @@ def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_configurations_exist(page: Path) -> None:
-    named = set(CONFIG.findall(page.read_text(encoding="utf-8")))
+def test_the_named_configurations_and_programs_exist(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text(encoding="utf-8")))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
 
 

@@ -41,19 +41,20 @@ data:
   class_path: Digits
   init_args: {{num_clients: {clients}, batch_size: 64}}
 """
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(  # what takes long to import
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(  # what takes long to import
     ["pflight.callbacks", "pflight.datamodules", "pflight.deploy.client", "pflight.deploy.server"]
 )
 
 
-def run_here(log: str, arguments: list[str]) -> None:
-    """Run a command of ``pflight deploy`` in this process, which writes to a file."""
+def run_here(log: str, arguments: list[str], folder: str = ".") -> None:
+    """Run a command of ``pflight`` in this process and in a folder; it writes to a file."""
+    os.chdir(folder)
     Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    main(["deploy", *arguments])
+    main(arguments)
 
 
 def _end_with_parent() -> None:
@@ -97,8 +98,8 @@ class Machines:
 
     def start(self, name: str, *arguments: object) -> None:
         """Start a command of ``pflight deploy``."""
-        words = [*map(str, arguments)]
-        self.processes[name] = _forks.Process(target=run_here, args=(str(self.log(name)), words))
+        words = ["deploy", *map(str, arguments)]
+        self.processes[name] = forks.Process(target=run_here, args=(str(self.log(name)), words))
         self.processes[name].start()
 
     def node(self, client: int, name: str = "", key: Path | None = None) -> None:
