@@ -7,7 +7,10 @@
 Each environment is made by uv, from this checkout and all extras of ``pyproject.toml``. ``lowest``
 takes the lower bound of every dependency that is named there, and the newest versions of their
 own dependencies. Such pairs raise warnings about what is deprecated, which are then no errors.
-Environments take some 6 GB and are removed at the end, except with ``--keep FOLDER``.
+Environments take some 6 GB and are removed at the end, except with ``--keep FOLDER``. Where
+``pyproject.toml`` has an upper bound, this tries the newest release of a package all the same:
+
+    python benchmarks/versions.py newest --unbounded flwr --run "pytest tests/deploy"
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
@@ -33,12 +36,15 @@ def extras() -> str:
     return ",".join(project["optional-dependencies"])
 
 
-def make(folder: Path, versions: str, python: str) -> None:
+def make(folder: Path, versions: str, python: str, unbounded: list[str]) -> None:
     """Make an environment with pflight and all its extras, and print what is in it."""
     subprocess.run(["uv", "venv", "--quiet", "--seed", "--python", python, folder], check=True)
     install = ["uv", "pip", "install", "--quiet", "--python", folder / "bin" / "python"]
     install += ["--resolution", RESOLUTIONS[versions], "--editable", f"{ROOT}[{extras()}]"]
-    subprocess.run(install, check=True)
+    with NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(unbounded))
+        file.flush()
+        subprocess.run([*install, "--overrides", file.name], check=True)
     listed = ["uv", "pip", "freeze", "--python", folder / "bin" / "python"]
     subprocess.run(listed, check=True)
 
@@ -60,13 +66,14 @@ def main() -> None:
     options.add_argument("--python", default="3.11", metavar="VERSION")
     options.add_argument("--run", default=SHORT, metavar="COMMAND")
     options.add_argument("--keep", type=Path, metavar="FOLDER")
+    options.add_argument("--unbounded", nargs="+", default=[], metavar="PACKAGE")
     given = options.parse_args()
     failed = []
     for versions in [given.versions] if given.versions else RESOLUTIONS:
         with TemporaryDirectory(prefix=f"pflight-{versions}-") as place:
             folder = (given.keep.resolve() if given.keep else Path(place)) / versions
             if not (folder / "bin" / "python").exists():
-                make(folder, versions, given.python)
+                make(folder, versions, given.python, given.unbounded)
             if run(folder, versions, given.run):
                 failed.append(versions)
     if failed:
