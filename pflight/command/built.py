@@ -19,10 +19,16 @@ from .defaults import specs
 _CLEAR = (ImportError, OSError, RuntimeError, ValueError)  # their texts are clear by themselves
 
 
-def built(kind: type, /, *args: Any, **options: Any) -> Any:
+def built(failures: list[ConfigurationError], kind: type, /, *args: Any, **options: Any) -> Any:
     """Make an object, and name its class on failure.
 
     Optimizers are made later, with their own errors.
+
+    Args:
+        failures: Where an error is noted, since jsonargparse drops it if it then tries other types.
+        kind: The class of the object.
+        *args: Its arguments.
+        **options: Its options.
 
     Raises:
         ConfigurationError: If the class raises any exception.
@@ -35,7 +41,8 @@ def built(kind: type, /, *args: Any, **options: Any) -> Any:
         if issubclass(kind, Optimizer | LRScheduler):
             raise
         name = f"{kind.__module__}.{kind.__qualname__}"
-        raise ConfigurationError(f"{name}: {cause_of(error)}") from error
+        failures.append(ConfigurationError(f"{name}: {cause_of(error)}"))
+        raise failures[-1] from error
 
 
 def cause_of(error: BaseException) -> str:

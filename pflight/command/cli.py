@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -228,15 +228,16 @@ class FederationCLI(LightningCLI):
         Raises:
             ConfigurationError: If a class can't be made with its options.
         """
+        failures: list[ConfigurationError] = []
         with warnings.catch_warnings():  # jsonargparse 4.53 has another way
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.parser.add_instantiator(built, object)
+            self.parser.add_instantiator(partial(built, failures), object)
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
             made = "trainer" if hasattr(self, "config_init") else "a function of the configuration"
             if reason := refusal(error, self.config[self.subcommand], made):
-                raise ConfigurationError(reason) from error
+                raise (failures or [ConfigurationError(reason)])[-1] from error
             raise
 
     def _check_origin(self) -> None:
