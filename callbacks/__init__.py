@@ -35,6 +35,7 @@ from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
 from .methods.hetlora import HetLoRA
+from .methods.hilora import HiLoRA
 from .methods.ifca import IFCA
 from .methods.knn_per import KNNPer
 from .methods.l2gd import L2GD
@@ -118,6 +119,7 @@ __all__ = [
     "FederationProgressBar",
     "HetLoRA",
     "HeurFedAMP",
+    "HiLoRA",
     "HypoCluster",
     "KNNPer",
     "Local",

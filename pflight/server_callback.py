@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .adapters.low_rank import Split
 from .adapters.pairs import Pair, plain_pairs
 from .adapters.product_mean import PairMean, ProductMean, ResidualMean, StackMean
 from .adapters.side_path import SidePath, add_hooks, restarted
@@ -42,6 +43,7 @@ Aggregate = Literal["factors", "product", "residual", "stack"]
 """What the option ``aggregate`` of a server callback takes."""
 _OF_ADAPTERS: dict[str, tuple[Any, Any]] = {
     "aggregate": (Aggregate, "factors"),
+    "split": (Split, "balanced"),
     "residual_rank": (NonNegativeInt | None, None),
     "restart": (Literal["draw", "keep"], "draw"),
     "log_product_error": (bool, False),
@@ -120,6 +122,7 @@ class ServerCallback(L.Callback):
     pairs: list[Pair]
     """The low-rank pairs whose products are averaged."""
     side_path: SidePath
+    split: Split
     residual_rank: int | None
     restart: Literal["draw", "keep"]
     log_product_error: bool
@@ -486,7 +489,9 @@ class ServerCallback(L.Callback):
             return ResidualMean(sent[0], *how, self.residual_rank)
         if self.aggregation == "stack":
             return StackMean(sent[0], *how, self.clients.layout.template)
-        return (ProductMean if self.aggregation == "product" else PairMean)(sent, *how)
+        if self.aggregation == "product":
+            return ProductMean(sent, *how, self.split)
+        return PairMean(sent, *how)
 
     @property
     def has_side_path(self) -> bool:
@@ -574,7 +579,7 @@ class ServerCallback(L.Callback):
             ConfigurationError: Naming the option.
         """
         owner, method = self._aggregating, self.clients.client_method
-        needed = {"residual_rank": "residual", "restart": "stack"}
+        needed = {"split": "product", "residual_rank": "residual", "restart": "stack"}
         for option, aggregate in needed.items():
             _, default = _OF_ADAPTERS[option]
             if getattr(self, option) != default and self.aggregation != aggregate:

@@ -422,7 +422,7 @@ class AlgorithmTester:
             run(
                 beside(algorithm.client, decoy),
                 small_data(cohort_size=4, dtype=torch.float64),
-                algorithm.plus(*further, *private * decoy).callback(),
+                algorithm.plus(*algorithm.taken(*further), *private * decoy).callback(),
                 2,
                 engine=engine,
                 trainer={"limit_val_batches": 0},
@@ -501,6 +501,12 @@ REFUSED = {
         )
         for name in ("FedALT", "FedALT-shared", "FedALT-age")
     },
+    **{
+        name: _because(
+            "HiLoRA", term="its clients start from adapters of their own in the leaf stage"
+        )
+        for name in ("HiLoRA", "HiLoRA-clusters", "HiLoRA-leaf")
+    },
     "APPLE": _because("APPLE", private="its clients mix all entries of each other's models"),
     "pFedHN": _because(
         "PFedHN", private="its hypernetwork generates all layers but those of its own option"
@@ -511,7 +517,7 @@ REFUSED = {
 }
 """What algorithms say that refuse one of :data:`ALL_MODIFIERS`, by the kind of modifier."""
 
-NO_DECOY = {*REFUSED} - {"FedBABU", "FedBABU-body"}
+NO_DECOY = {name for name in REFUSED if not name.startswith(("FedBABU", "HiLoRA"))}
 """Algorithms that don't take a private parameter beside the network."""
 
 

@@ -33,6 +33,7 @@ NEED_CLASSES = {  # or adapters, and what is said before the start
     "fedec": "constraint 'kl' compares logits",
     "fedlease": "FedLEASE needs low-rank adapters, and Diabetes has none",
     "fedalt": "FedALT needs low-rank adapters",
+    "hilora": "HiLoRA needs low-rank adapters",
     "feddpa": "FedDPA needs low-rank adapters",
     "fedsa_lora": r"Private: '\*lora_B\*' matches none of",
     "ffa_lora": r"Frozen: '\*lora_A\*' matches none of",

@@ -207,6 +207,60 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
         return torch.from_numpy(estimator.fit_predict(points.numpy())).long()
 
 
+def in_order(labels: Iterable[int]) -> Tensor:
+    """Return clusters numbered in the order of their first members.
+
+    Example:
+        >>> in_order([2, 0, 2, 1])
+        tensor([0, 1, 0, 2])
+    """
+    numbers: dict[int, int] = {}
+    return torch.tensor([numbers.setdefault(int(label), len(numbers)) for label in labels])
+
+
+def laplacian(distances: Tensor) -> Tensor:
+    r"""Return the normalised Laplacian of Gaussian similarities, in double precision.
+
+    Similarities are :math:`S = \exp(-d^2 / 2 \sigma^2)`, where :math:`\sigma` is the median of the
+    distances of different items. If it is 0, all similarities are 1. With the degrees
+    :math:`\Delta_{ii} = \sum_j S_{ij}`, the Laplacian is :math:`I - \Delta^{-1/2} S \Delta^{-1/2}`.
+
+    Args:
+        distances: Symmetric ``[M, M]``, with 0 on the diagonal.
+    """
+    distances = distances.double()
+    upper = distances[torch.ones_like(distances).triu(1) > 0]
+    sigma = float(np.median(upper.numpy())) if len(upper) else 0.0
+    similar = torch.exp(-((distances / sigma) ** 2) / 2) if sigma else torch.ones_like(distances)
+    degrees = similar.sum(1)
+    return torch.eye(len(distances)).double() - similar / torch.outer(degrees, degrees).sqrt()
+
+
+def spectral(distances: Tensor, least: int, most: int, seed: int) -> Tensor:
+    """Return the cluster of each item ``[M]`` by spectral clustering of the :func:`laplacian`.
+
+    The number K of clusters is that before the largest gap of the ascending eigenvalues. The
+    smaller number wins a tie. :func:`kmeans` splits the rows of the first K eigenvectors, each row
+    with length 1.
+
+    Args:
+        distances: Symmetric ``[M, M]``, with 0 on the diagonal.
+        least: The smallest K, at most M.
+        most: The largest K.
+        seed: Seed of k-means.
+
+    Example:
+        >>> apart = (torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None] != torch.tensor([0.0, 0, 1, 1]))
+        >>> spectral(apart.double(), least=2, most=3, seed=0)
+        tensor([0, 0, 1, 1])
+    """
+    values, vectors = torch.linalg.eigh(laplacian(distances))
+    gaps = values[least - 1 : most + 1].diff().round(decimals=12)
+    num_clusters = least + int(gaps.argmax()) if len(gaps) else least
+    rows = torch.nn.functional.normalize(vectors[:, :num_clusters])
+    return in_order(kmeans(rows, num_clusters, restarts=10, seed=seed))
+
+
 def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0) -> Tensor:
     """Split M items in two by pairwise similarities, and return those apart from the first.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,12 @@ from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod
 from pflight.options import Interval, NonNegativeInt, PositiveInt, checked
 from pflight.runs.distributed import all_max
-from pflight.server_callback import ServerCallback
 from pflight.states.head import EXTRA
 from pflight.states.state import StateLayout, expand_state, state_bytes
 from pflight.states.updates import ClientUpdates
 
-from .clustering import gather_states
-from .multi_center import MultiCenter
+from .clustering import gather_states, in_order
+from .joining import Joining
 from .registry import Method
 
 _COUNT, _OWN, _BANK = (f"{EXTRA}.{name}" for name in ("count", "own", "bank."))
@@ -58,7 +57,7 @@ class Routed(ClientMethod):
 
 
 @checked
-class FedLEASE(MultiCenter):
+class FedLEASE(Joining):
     r"""Adaptive LoRA experts allocation and selection (FedLEASE, Wang et al. 2025).
 
     It has two stages:
@@ -108,8 +107,6 @@ class FedLEASE(MultiCenter):
     algorithm_name = "FedLEASE"
     tag = "fedlease"
 
-    adapters: list[Pair]
-    _start: dict[str, Tensor]
     _members: list[Tensor]
     _changed: Tensor
     _received: Tensor
@@ -189,11 +186,7 @@ class FedLEASE(MultiCenter):
         if not self._members:
             self._find_experts()
         else:
-            new = (self.assignments[cohort.cpu()] < 0).to(cohort.device)
-            if new.any():
-                self._place(cohort[new])
-            if not new.all():
-                ServerCallback.round(self, cohort[~new])
+            self.join_or_train(cohort)
         self.log_clusters(before)
 
     def _find_experts(self) -> None:
@@ -201,7 +194,7 @@ class FedLEASE(MultiCenter):
         names = [name for name in self.sent_names if name not in {*_routers(self.sent_names)}]
         start = self.server.tensors(0, names)
         self._start = {name: value.detach().clone() for name, value in start.items()}
-        updates = self._train_from_start(self.clients.trainable, names)
+        updates = self.train_from_start(self.clients.trainable, names)
         clients, states = gather_states(updates, self.clients.device)
         if len(clients) < self._fewest:
             rank_zero_warn(
@@ -248,46 +241,15 @@ class FedLEASE(MultiCenter):
             if 1 < count < len(table):
                 score = round(float(silhouette_score(table, labels, metric="precomputed")), 12)
             if score > best:
-                best, found = score, _in_order(labels)
+                best, found = score, in_order(labels)
         self.clients.log({"fedlease/silhouette": best})
         return found
 
-    def _train_from_start(self, clients: Tensor, returns: Iterable[str]) -> list[ClientUpdates]:
-        """Have clients train in stage 1, and return what this rank's clients send."""
-
-        def send(asked: Tensor) -> TensorDict:
-            return expand_state(self._start, len(asked))
-
-        return list(self.clients.train(clients, send, epochs=self.warmup_epochs, returns=returns))
-
-    def _place(self, clients: Tensor) -> None:
-        """Have clients that missed stage 1 go through it, and assign them to clusters."""
-        assigned = torch.full_like(self.assignments, -1)
-        for updates in self._train_from_start(clients, self._compared):
-            assigned[updates.clients.cpu()] = self._nearest(updates.states)
-        self.update_assignments(assigned)
-
-    @property
-    def _compared(self) -> list[str]:
-        """The entries by which a newcomer finds its cluster."""
-        return [pair.b for pair in self.adapters]
-
-    def _nearest(self, states: TensorDict) -> Tensor:
+    def nearest(self, states: TensorDict) -> Tensor:
         """Return the cluster with the smallest mean distance to each of the states ``[C]``."""
         rows = _directions(states, self.adapters)
         members = [row.to(rows[0].device) for row in self._members]
         return _distances(rows, members).argmin(dim=1).cpu()
-
-    def _nearest_to(self, clients: Tensor) -> Tensor:
-        """Return the cluster of what each client ``[C]`` trains in stage 1, -1 if it fails."""
-        sent = expand_state(self._start, len(clients))
-        tried = self.clients.train_aside(
-            clients, sent, round_index=0, epochs=self.warmup_epochs, returns=self._compared
-        )
-        clusters = torch.full((len(clients),), -1)
-        if len(tried.clients):
-            clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
-        return clusters
 
     # Stage 2
 
@@ -295,8 +257,7 @@ class FedLEASE(MultiCenter):
         """Return each client's cluster. Newcomers with samples go through stage 1."""
         if not self._members:
             return torch.zeros(len(clients), dtype=torch.long)
-        found = self.found_by(clients, self._nearest_to)
-        return torch.where(found < 0, self.weights.argmax(), found)
+        return super().centers_of(clients)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return each client's own expert, the router and all experts."""
@@ -378,12 +339,6 @@ def _factors(pairs: Iterable[Pair]) -> list[str]:
 
 def _routers(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(_ROUTER)]
-
-
-def _in_order(labels: Any) -> Tensor:
-    """Number clusters in the order of their first members."""
-    numbers: dict[int, int] = {}
-    return torch.tensor([numbers.setdefault(int(label), len(numbers)) for label in labels])
 
 
 def _directions(states: Mapping[str, Tensor] | TensorDict, pairs: Iterable[Pair]) -> list[Tensor]:

@@ -62,3 +62,39 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
     """Return 1 minus the cosine of two matrices ``[d, r]`` as vectors, in [0, 2]."""
     norms = one.norm() * other.norm()
     return 1 - (one * other).sum() / norms if norms else one.new_zeros(())
+
+
+def subspaces(factors: Tensor) -> Tensor:
+    """Return orthonormal bases ``[C, d, r]`` of the columns of factors B, in double precision.
+
+    Columns beyond a factor's numerical rank are 0.
+
+    Args:
+        factors: One factor B of each client ``[C, d, r]``; kernels of convolutions are flattened.
+    """
+    found = torch.zeros_like(factors.flatten(2), dtype=torch.double)
+    for own, factor in zip(found, factors, strict=True):
+        basis = basis_of(matrix(factor))
+        own[:, : basis.shape[1]] = basis
+    return found
+
+
+def subspace_distances(one: Tensor, other: Tensor) -> Tensor:
+    """Return the distances ``"subspace"`` of all pairs of :func:`subspaces`, of one layer.
+
+    Args:
+        one: Bases ``[C, d, r]``.
+        other: Bases ``[M, d, r]``.
+
+    Returns:
+        Distances ``[C, M]``, each as in :class:`AdapterDistance`.
+    """
+    common = other.new_zeros(len(one), len(other))
+    for row, basis in enumerate(one):
+        common[row] = (basis.mT @ other).square().sum(dim=(1, 2))
+    ranks = torch.minimum(_ranks(one)[:, None], _ranks(other))
+    return torch.where(ranks > 0, 1 - common / ranks.clamp(min=1), 0.0).clamp(min=0)
+
+
+def _ranks(bases: Tensor) -> Tensor:
+    return bases.any(dim=1).sum(dim=1)

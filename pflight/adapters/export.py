@@ -128,7 +128,7 @@ def _summed(
 ) -> Iterator[dict[str, Tensor] | None]:
     """Yield the entries of a PeftModel with what stands beside its adapters, if anything does.
 
-    With its weight u, a second adapter and a side path, an adapter of scale s becomes
+    With its weight u, second adapters and a side path, an adapter of scale s becomes
     ``[u B, v B', L / s]`` and ``[A; A'; M]``. Meanwhile, the model's configurations have the ranks
     of these adapters.
     """
@@ -136,16 +136,21 @@ def _summed(
         yield None
         return
     prefix = f"{name}." if name else ""
-    others = {part.pair.a.removeprefix(prefix): part for part in second}
+    others: dict[str, list[SecondAdapter]] = {}
+    for part in second:
+        others.setdefault(part.pair.a.removeprefix(prefix), []).append(part)
     plain, before = model.state_dict(), model.peft_config
     tensors, configs = dict(plain), copy.deepcopy(before)
     for layer, pair in adapted_layers(model):
         b, a = plain[pair.b], plain[pair.a]
         columns, rows = [b.flatten(1)], [a.flatten(1)]
-        weights = others[pair.a].constant_weights if pair.a in others else None
-        if weights is not None and weights[1] != 0:
-            other_a, other_b = others[pair.a].factors
-            columns = [weights[0] * columns[0], weights[1] * other_b.flatten(1)]
+        for part in others.get(pair.a, ()):
+            weights = part.constant_weights
+            if weights is None or weights[1] == 0:
+                continue
+            other_a, other_b = part.factors
+            columns = [weights[0] * column for column in columns]
+            columns.append(weights[1] * other_b.flatten(1))
             rows.append(other_a.flatten(1))
         for left, right in _side_paths(layer, pair.adapter):
             columns.append(left.to(b) / pair.scale)

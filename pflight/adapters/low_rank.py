@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 _ZERO = 1e-12
 """A singular value that is smaller, relative to the largest, counts as 0."""
+Split = Literal["balanced", "left"]
+"""Which factor gets the singular values: both their roots, or A all of them."""
 
 
 class LowRank:
@@ -81,27 +84,35 @@ class LowRank:
         return LowRank([(u[:, kept] * s[kept], v[kept])])
 
     def split(
-        self, rank: int, scale: float, sent: tuple[Tensor, Tensor], zero: float = _ZERO
+        self,
+        rank: int,
+        scale: float,
+        sent: tuple[Tensor, Tensor],
+        zero: float = _ZERO,
+        split: Split = "balanced",
     ) -> tuple[Tensor, Tensor]:
         r"""Return B ``[d, rank]`` and A ``[rank, k]`` with the nearest ``scale * B @ A``.
 
-        Both have the root of the singular values. Where a singular value counts as 0, both would be
-        0, and would never have a gradient again. Then the row of A is that of what was sent.
+        Where a singular value counts as 0, both factors would be 0, and would never have a gradient
+        again. Then the row of A is that of what was sent.
 
         Args:
             rank: Number of columns of B and rows of A.
             scale: The scale of the product.
             sent: B and A as they were sent. They stay as they are if X is 0.
             zero: A singular value counts as 0 if it is not above this part of the largest.
+            split: ``"balanced"`` gives both factors the root of the singular values. ``"left"``
+                gives them to A: the columns of B are orthonormal.
         """
         u, s, v = self.svd()
         alive = min(int((s > zero * s[0]).sum()), rank)
         if not alive:
             return sent
         b, a = torch.zeros_like(sent[0]), sent[1].clone()
-        root = (s[:alive] / scale).sqrt()
+        values = s[:alive] / scale
+        root = values.sqrt() if split == "balanced" else torch.ones_like(values)
         b[:, :alive] = u[:, :alive] * root
-        a[:alive] = root[:, None] * v[:alive]
+        a[:alive] = (root if split == "balanced" else values)[:, None] * v[:alive]
         return b, a
 
     def _core(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pflight.runs.distributed import gather
 from pflight.states.state import WeightedMean
 
-from .low_rank import LowRank
+from .low_rank import LowRank, Split
 from .pairs import Pair, matrix, zero_first
 
 
@@ -116,10 +116,27 @@ class ProductMean(PairMean):
     In each group :math:`\sum_i p_i s B_i A_i` is split into factors of the pair's rank
     (FlexLoRA, Bai et al. 2024). All other entries have plain means.
 
+    Args:
+        sent: As in :class:`PairMean`.
+        pairs: As in :class:`PairMean`.
+        measures: As in :class:`PairMean`.
+        split: Which factor gets the singular values, as in
+            :meth:`~pflight.adapters.low_rank.LowRank.split`.
+
     References:
         Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
         Client Resources, NeurIPS 2024, https://arxiv.org/abs/2402.11505.
     """
+
+    def __init__(
+        self,
+        sent: Sequence[Mapping[str, Tensor]],
+        pairs: Sequence[Pair],
+        measures: bool = False,
+        split: Split = "balanced",
+    ) -> None:
+        super().__init__(sent, pairs, measures)
+        self.split = split
 
     def _combine(self, means: TensorDict) -> None:
         for pair in self.pairs:
@@ -135,7 +152,7 @@ class ProductMean(PairMean):
         mean = self.ideal(group, pair)
         if mean is None:
             return factors
-        return mean.split(pair.rank, pair.scale, factors, self._zero(pair))
+        return mean.split(pair.rank, pair.scale, factors, self._zero(pair), self.split)
 
 
 class ResidualMean(PairMean):

@@ -152,12 +152,17 @@ def second_adapters(
     return found
 
 
-def second_names(module: nn.Module) -> dict[str, str]:
-    """Return the names of the second adapters' factors, by those of the layers' own ones."""
+def second_names(module: nn.Module, within: nn.Module | None = None) -> dict[str, str]:
+    """Return the names of the second adapters' factors, by those of the layers' own ones.
+
+    Args:
+        module: The module, whose names they are.
+        within: A part of it with the second adapters, if layers have more than two adapters.
+    """
     names = {id(tensor): name for name, tensor in state_tensors(module).items()}
     return {
         own: names[id(factor)]
-        for part in module.modules()
+        for part in (module if within is None else within).modules()
         if isinstance(part, SecondAdapter)
         for own, factor in zip(part.pair.names, part.factors, strict=True)
     }
@@ -168,8 +173,15 @@ def _embedded(ids: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _copied(factor: nn.Module, trains: bool) -> nn.Module:
-    """Return a copy of a factor's module, with buffers if it does not train."""
+    """Return a copy of a factor's module, with buffers if it does not train.
+
+    It has no hooks of adapters that stand beside the factor already.
+    """
     made = copy.deepcopy(factor)
+    for hooks in (made._forward_pre_hooks, made._forward_hooks):
+        for key, hook in [*hooks.items()]:
+            if isinstance(getattr(hook, "__self__", None), ChangedOutput):
+                del hooks[key]
     for name, parameter in [*made.named_parameters(recurse=False)]:
         delattr(made, name)
         _hold(made, name, parameter, trains)

@@ -23,7 +23,7 @@ from tests.runs import assert_same, run
 
 from .small import comparison, finish
 
-UNEVEN = ["rolora", "hetlora", "fedlease"]  # rounds or clients send different numbers of bytes
+UNEVEN = ["rolora", "hetlora", "fedlease", "hilora"]  # rounds or clients differ in their bytes
 METHODS = ["local", "fedit", "ffa_lora", "fedsa_lora", "feddpa", "fedalt", "fesem", "ifca", "ditto"]
 METHODS += UNEVEN
 P_A, P_B = 4 * 2 * 2 * 16, 4 * 2 * 2 * 48
