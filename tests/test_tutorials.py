@@ -80,8 +80,8 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("trustme")
         monkeypatch.setattr(subprocess, "Popen", Forked)
     matplotlib.use("Agg")
-    try:
-        assert SHOWN[name](runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__"))
+    try:  # not as __main__, which each fork would run again
+        assert SHOWN[name](runpy.run_path(str(FOLDER / f"{name}.py"), run_name=name))
     finally:
         pyplot.close("all")
 

@@ -23,7 +23,8 @@ from pflight.models import MLP, Classifier
 # %% [markdown]
 # ## Four hidden groups
 #
-# Twenty clients write the same digits, but hold their pages at four angles.
+# Twenty clients write the same digits, but hold their pages at four angles. Here is a 4 of a client
+# of each group:
 
 # %%
 digits = Digits(partition=IID(), num_clients=20, test_fraction=0.3)
@@ -34,7 +35,8 @@ data.setup()
 figure, axes = plt.subplots(1, 4, figsize=(8, 2))
 for group, axis in enumerate(axes):
     client = data.clusters.tolist().index(group)
-    image = data.samples(client, "train")[0][0]
+    images, labels = data.samples(client, "train")
+    image = images[labels == 4][0]
     axis.imshow(image.view(8, 8).numpy(), cmap="gray_r")
     axis.set(xticks=[], yticks=[], xlabel=f"client {client}")
 plt.show()

@@ -56,6 +56,8 @@ model:
 # Each run has its folder in `results`. If you stop it and start it again, it continues.
 
 # %%
+from rich.console import Console
+
 from pflight.experiments import compare
 
 results = compare(
@@ -64,6 +66,7 @@ results = compare(
     seeds=3,
     settings={"trainer.callbacks.num_clusters": [3]},
     out="results",
+    console=Console(quiet=True),  # by default, it prints its progress
 )
 
 # %% [markdown]

@@ -15,18 +15,7 @@
 import numpy as np
 
 random = np.random.default_rng(0)
-names = [
-    "Bern",
-    "Gent",
-    "Graz",
-    "Lund",
-    "Metz",
-    "Oulu",
-    "Pisa",
-    "Riga",
-    "Turku",
-    "Vigo",
-]
+names = "Bern Gent Graz Lund Metz Oulu Pisa Riga Turku Vigo".split()
 with open("patients.csv", "w") as file:
     print("hospital,age,pressure,sugar,weight,ill", file=file)
     for name in names:
