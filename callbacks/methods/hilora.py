@@ -279,7 +279,9 @@ class HiLoRA(Joining):
         self.add_centers(1)
         module, template = self.clients.module, self.clients.layout.template
         self.adapters = trained_pairs(module, "HiLoRA")
-        self.tiers = [second_names(module, module.get_submodule(f"{EXTRA}.{t}")) for t in _TIERS]
+        factors = {name for pair in self.adapters for name in pair.names}
+        found = [second_names(module, module.get_submodule(f"{EXTRA}.{tier}")) for tier in _TIERS]
+        self.tiers = [{own: one[own] for own in one if own in factors} for one in found]
         count = self.clients.num_clients
         noted = {pair.b: template[pair.b] for pair in self.adapters}
         if self.numbers == (1, 1):
@@ -514,7 +516,13 @@ METHODS = (
         needs="adapters",
         tested={
             "": {"num_clusters": 2, "root_rounds": 1, "cluster_rounds": 1},
-            "clusters": {"root_rounds": 1, "tau": 0.0, "gamma_c": 1.0, "weighting": "uniform"},
+            "clusters": {
+                "min_clusters": 2,
+                "root_rounds": 1,
+                "tau": 0.0,
+                "gamma_c": 1.0,
+                "weighting": "uniform",
+            },
             "leaf": {"num_clusters": 1, "root_rounds": 0, "cluster_rounds": 0},
         },
     ),
