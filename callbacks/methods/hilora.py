@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -65,7 +65,8 @@ class Tiers(nn.Module):
             second_adapters(module, "HiLoRA", _both, trains=False) for _ in _TIERS
         )
         self.register_buffer("stage", torch.tensor(ROOT))
-        for layer in (*self.root.values(), *self.cluster.values()):
+        layers: Any = (*self.root.values(), *self.cluster.values())
+        for layer in layers:
             layer.factors[1].detach().zero_()
 
 
@@ -111,7 +112,8 @@ class Tiered(ClientMethod):
             return None
         parts = []
         for tier, gamma in zip(_TIERS, (self.gamma_c, self.gamma_l), strict=True):
-            for key, layer in c.module.get_submodule(f"{EXTRA}.{tier}").named_children():
+            layers: Any = c.module.get_submodule(f"{EXTRA}.{tier}").named_children()
+            for key, layer in layers:
                 if layer.pair.b in c.weights:
                     end = "b.weight" if isinstance(layer.b, nn.Module) else "b"
                     finished = c.extra[f"{tier}.{key}.{end}"].flatten(1)
@@ -259,8 +261,8 @@ class HiLoRA(Joining):
             raise ConfigurationError(
                 "HiLoRA finds clusters in the root stage: with root_rounds=0 take num_clusters=1"
             )
-        auto = num_clusters == "auto"
-        self.numbers = (min_clusters, max_clusters) if auto else (num_clusters, num_clusters)
+        given = (num_clusters, num_clusters) if isinstance(num_clusters, int) else None
+        self.numbers = given or (min_clusters, max_clusters)
         super().__init__(self.numbers[0], buffers=buffers, weighting=weighting)
         self.most_rounds = (root_rounds, cluster_rounds, math.inf)
         self.tau = tau
@@ -279,7 +281,9 @@ class HiLoRA(Joining):
         self.add_centers(1)
         module, template = self.clients.module, self.clients.layout.template
         self.adapters = trained_pairs(module, "HiLoRA")
-        self.tiers = [second_names(module, module.get_submodule(f"{EXTRA}.{t}")) for t in _TIERS]
+        factors = {name for pair in self.adapters for name in pair.names}
+        found = [second_names(module, module.get_submodule(f"{EXTRA}.{tier}")) for tier in _TIERS]
+        self.tiers = [{own: one[own] for own in one if own in factors} for one in found]
         count = self.clients.num_clients
         noted = {pair.b: template[pair.b] for pair in self.adapters}
         if self.numbers == (1, 1):
@@ -514,7 +518,13 @@ METHODS = (
         needs="adapters",
         tested={
             "": {"num_clusters": 2, "root_rounds": 1, "cluster_rounds": 1},
-            "clusters": {"root_rounds": 1, "tau": 0.0, "gamma_c": 1.0, "weighting": "uniform"},
+            "clusters": {
+                "min_clusters": 2,
+                "root_rounds": 1,
+                "tau": 0.0,
+                "gamma_c": 1.0,
+                "weighting": "uniform",
+            },
             "leaf": {"num_clusters": 1, "root_rounds": 0, "cluster_rounds": 0},
         },
     ),

@@ -573,6 +573,27 @@ def test_what_is_refused(make: Any, module: Any, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_frozen_adapters_stay_as_they_are() -> None:
+    """They have no tiers, and don't travel."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    options = {"target_modules": ["0", "1"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(network, peft.LoraConfig(r=1, lora_alpha=1, **options))
+    module = Regressor(adapted, lr=0.01).double()
+    frozen, trained = find_pairs(module)
+    for name in frozen.names:
+        module.get_parameter(name).requires_grad_(False)
+    callback = HiLoRA(1, root_rounds=1, cluster_rounds=1)
+    federation, before = fitted(callback, 3, module=module), module.state_dict()
+    after = federation.client_module(0).state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in frozen.names)
+    assert not any(torch.equal(after[name], before[name]) for name in trained.names)
+    assert not any(name in callback.broadcast(torch.tensor([0])) for name in frozen.names)
+    tiers = [after[name] for name in after if "_0_default.b" in name]
+    assert len(tiers) == 2
+    assert not any(tier.any() for tier in tiers)
+
+
 def test_biases_of_adapters_are_refused() -> None:
     network = nn.Sequential(nn.Linear(2, 3))
     config = peft.LoraConfig(r=1, target_modules=["0"], lora_bias=True)
