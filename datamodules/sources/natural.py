@@ -72,14 +72,13 @@ class NaturalClients(PartitionedDataModule):
         holdout_clients: float = 0.2,
         **kwargs: Any,
     ) -> None:
-        if odd := {"partition", "val_fraction", "test_fraction", "official_test"} & kwargs.keys():
-            raise ConfigurationError(
-                f"NaturalClients: {min(odd)} can't be chosen: clients and splits are the set's own"
-            )
         super().__init__(
             num_classes=len(SETS[name].classes),
             partition=ByUser(),
             num_clients=num_clients,
+            val_fraction=1 / FOLDS,
+            test_fraction=1 / FOLDS,
+            official_test=False,
             holdout_clients=holdout_clients,
             **kwargs,
         )
