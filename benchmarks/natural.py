@@ -8,7 +8,7 @@ is installed. Values are accuracies on test samples, as means over clients and t
 - majority: each client's most frequent class.
 - local: a model for each client.
 - one: one model of all training clients; also for newcomers, which never train.
-- deviation: one model plus a deviation for each client, with the same penalty.
+- deviation: one model plus a deviation for each client, which has a larger penalty.
 
 Models are logistic regressions with scikit-learn's default penalty. For Shakespeare's next
 character they are counts after the last two characters, and a deviation adds a role's own counts.
@@ -35,6 +35,9 @@ from pflight.datamodules.sources.shakespeare import NO_TARGET
 from pflight.errors import ConfigurationError
 
 COLUMNS = "majority", "local", "one", "deviation", "one, newcomers"
+SCALE = 0.4
+"""Of the features of deviations. So the penalty of a deviation is 1 / 0.4 ** 2 times as large."""
+
 OWN = 10.0
 """How often a role's own counts count, beside those of all roles."""
 
@@ -80,7 +83,7 @@ def _deviating(x: NDArray, who: NDArray, clients: int) -> sparse.csr_matrix:
     columns = who[:, None] * wide.shape[1] + np.arange(wide.shape[1])
     rows = np.repeat(np.arange(len(x)), wide.shape[1])
     shape = len(x), clients * wide.shape[1]
-    own = sparse.csr_matrix((wide.ravel(), (rows, columns.ravel())), shape=shape)
+    own = sparse.csr_matrix((SCALE * wide.ravel(), (rows, columns.ravel())), shape=shape)
     return sparse.hstack([sparse.csr_matrix(x), own]).tocsr()
 
 
@@ -97,17 +100,18 @@ def of_shakespeare(data: Shakespeare) -> list[float]:
         if client not in new:
             for context, following in counts.items():
                 pooled[context].update(following)
-    found = []
+    one, found = _best(pooled), []
     for client, counts in enumerate(seen):
         x, y = data.samples(client, "test")
         tested = [*_characters(x.numpy(), y.numpy())]
         both = {
-            context: Counter(following)
-            + Counter({k: OWN * n for k, n in counts.get(context, Counter()).items()})
-            for context, following in pooled.items()
+            context: pooled.get(context, Counter()) + Counter({k: OWN * own[k] for k in own})
+            for context, own in counts.items()
         }
-        tables = [{(): counts[()]}, counts, pooled, {**counts, **both}]
-        found.append([_right(table, tested) for table in tables])
+        tables = {(): counts[()]}, counts, both
+        majority, local, own_too = map(_best, tables)
+        models = majority, local, one, {**one, **own_too}
+        found.append([_right(model, tested) for model in models])
     values = np.array(found)
     is_new = np.isin(np.arange(data.num_clients), [*new])
     old = values[~is_new].mean(axis=0)
@@ -133,18 +137,19 @@ def _counts(data: Shakespeare, client: int) -> dict[tuple[int, ...], Counter[int
     return counts
 
 
-def _right(
-    table: dict[tuple[int, ...], Counter[int]], tested: list[tuple[tuple[int, ...], int]]
-) -> float:
-    """Return the share of characters that are the most frequent ones after those before them."""
-    best = {context: max(following, key=following.get) for context, following in table.items()}
-    guesses = (
+def _best(table: dict[tuple[int, ...], Counter[int]]) -> dict[tuple[int, ...], int]:
+    """Return the most frequent character after each context."""
+    return {context: max(following, key=following.get) for context, following in table.items()}
+
+
+def _right(best: dict[tuple[int, ...], int], tested: list[tuple[tuple[int, ...], int]]) -> float:
+    """Return the share of right characters; of an unknown context, its last part counts."""
+    guesses = [
         next(best[context[start:]] for start in range(3) if context[start:] in best)
         for context, _ in tested
-    )
-    return float(
-        np.mean([guess == target for guess, (_, target) in zip(guesses, tested, strict=True)])
-    )
+    ]
+    pairs = zip(guesses, tested, strict=True)
+    return float(np.mean([guess == target for guess, (_, target) in pairs]))
 
 
 def main() -> None:
