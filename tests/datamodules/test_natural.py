@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import get_args
 
+import lightning as L
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from pyarrow import parquet
 
+from pflight import Federation
 from pflight.__main__ import main
+from pflight.callbacks import FedAvg
 from pflight.datamodules import NaturalClients
 from pflight.datamodules.sources import natural_sets
 from pflight.datamodules.sources.natural import Name
 from pflight.datamodules.sources.natural_sets import SETS
 from pflight.errors import ConfigurationError
+from pflight.models import Classifier, LogisticRegression
 
+ROOT = Path(__file__).parents[2]
+PAGE, COMPARISON = ROOT / "docs" / "natural.md", ROOT / "configs" / "comparison"
 SPLITS = "train", "val", "test"
 random = np.random.default_rng(0)
 
@@ -58,7 +66,8 @@ def made(name: str) -> dict:
                 "gender": grades[1],
             }
         case "aggression":
-            texts = {text: choices(n, "a", "b") for text in ("btype", "situ", "mode")}
+            texts = {text: choices(n, "a", "b") for text in ("situ", "mode")}
+            texts["btype"] = choices(n, "curse", "scold", "shout")
             return {"id": [*range(1, 11)] * (n // 10), "r2": choices(n, "N", "Y"), **texts}
         case "films":
             return {
@@ -327,6 +336,60 @@ class TestSplits:
 
 PUBLISHED = ["8e9f93316d64cff5", "22a0df599a76f5d4"]
 """Of the made set of ten persons, which depend on nothing but names and numbers of rows."""
+
+
+def test_the_configurations_fit_the_sets():
+    """They have the numbers of features and classes that the page says."""
+    rows = re.findall(r"^\| \[`(\w+)`\].* \| (\d+) \| (\d+) \|$", PAGE.read_text("utf-8"), re.M)
+    assert [name for name, *_ in rows] == [*SETS]
+    for name, features, classes in rows:
+        path = COMPARISON / f"natural/{name}.yaml"
+        path = path if path.exists() else COMPARISON / "natural.yaml"
+        config = yaml.safe_load(path.read_text("utf-8"))
+        client = config["model"]["client"]["init_args"]
+        network = client["network"]["init_args"]
+        assert config["data"]["init_args"]["name"] == name
+        assert network == {"in_features": int(features), "num_classes": int(classes)}
+        assert client["num_classes"] == int(classes) == len(SETS[name].classes)
+
+
+@pytest.mark.short("star")
+@pytest.mark.parametrize("name", ["", *(name for name in SETS if name != "aggression")])
+def test_the_configurations_are_understood(name, capsys):
+    files = ["natural", f"natural/{name}"] if name else ["natural"]
+    configs = [f"--config=configs/comparison/{file}.yaml" for file in files]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *configs, "--config=configs/algorithm/local.yaml", "--print_config"])
+    assert exit_.value.code == 0
+    data = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert data["class_path"] == "pflight.datamodules.NaturalClients"
+    assert data["init_args"]["name"] == (name or "aggression")
+
+
+def test_the_command_line_trains_on_a_set(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    configs = "--config=configs/comparison/natural.yaml", "--config=configs/algorithm/ditto.yaml"
+    main(["fit", *configs, f"--data.root={root}", "--trainer.max_epochs=5"])
+    main(["test", "--config=runs/default/config.yaml"])
+    assert "newcomers" in capsys.readouterr().out.lower()
+
+
+def trained(root: str, engine: str) -> torch.Tensor:
+    """Return the weights of one model after two rounds."""
+    torch.manual_seed(0)
+    client = Classifier(LogisticRegression(7, 2), num_classes=2)
+    federation = Federation(client, engine=engine)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=[FedAvg()], **quiet)
+    trainer.fit(federation, datamodule=NaturalClients("aggression", root))
+    (weights,) = federation.server_states()
+    return torch.cat([entry.flatten() for entry in weights.values()])
+
+
+def test_engines_agree(root):
+    one, other = (trained(root, engine) for engine in ("sequential", "vectorized"))
+    assert torch.allclose(one, other, atol=1e-6)
+    assert one.abs().max() > 0.01
 
 
 READING = """
