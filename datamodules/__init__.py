@@ -6,6 +6,7 @@ from pflight.data.loaders import IndexedSamples, Split, Visit
 
 from .crop_and_flip import CropAndFlip
 from .datasets import DatasetClients
+from .partitions.given import Given
 from .partitions.group_moves import GroupMoves
 from .partitions.held_out import HeldOut
 from .partitions.known_clusters import KnownClusters
@@ -27,6 +28,7 @@ from .sources.emnist import EMNIST
 from .sources.fashion_mnist import FashionMNIST
 from .sources.images import ImageDataModule, LabelledImages
 from .sources.leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
+from .sources.natural import NaturalClients
 from .sources.omniglot import Omniglot
 from .sources.shakespeare import Shakespeare
 from .sources.synthetic import ClusteredSynthetic, Synthetic
@@ -56,6 +58,7 @@ __all__ = [
     "DominantClasses",
     "FashionMNIST",
     "FederatedDataModule",
+    "Given",
     "GroupMoves",
     "HeldOut",
     "HiddenGroups",
@@ -67,6 +70,7 @@ __all__ = [
     "LeafDataModule",
     "LeafFEMNIST",
     "Natural",
+    "NaturalClients",
     "Omniglot",
     "Partition",
     "PartitionedDataModule",

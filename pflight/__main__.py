@@ -16,7 +16,7 @@ from .command.completion import complete
 from .messages import write_plainly
 from .runs.allocator import keep_freed_memory
 
-_SLOW = ("compare", "report", "export")  # commands, besides runs, that import PyTorch
+_SLOW = ("compare", "report", "export", "prepare")  # commands, besides runs, that import PyTorch
 _ONLY_SHOWN = ("-h", "--help", "--print_config")  # with these options nothing runs
 _BEFORE_A_RUN = ("-c", "--config", "--print_config")  # may come before the command
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from .dealing import (
     equal_sizes,
     largest_remainder,
 )
+
+Parts = list[Ints]
+"""Each client's positions ``[n]``."""
 
 
 class Partition(ABC):
@@ -87,9 +91,55 @@ class Partition(ABC):
         """
         train = np.flatnonzero(~test)
         made_by = None if groups is None else groups[train]
-        parts = [train[part] for part in self.split(labels[train], num_clients, seed, made_by)]
+        given = self.split(labels[train], num_clients, seed, made_by)
+        name = getattr(self, "path", type(self).__name__)
+        parts = [train[part] for part in disjoint(given, len(train), name, "training samples")]
         tests = deal_alike(labels, test, parts, numpy_generator(Purpose.PARTITION, seed, 4))
         return [np.sort(np.concatenate(both)) for both in zip(parts, tests, strict=True)]
+
+    def own_splits(self) -> tuple[Parts, Parts, Parts] | None:
+        """Return positions for training, validation and testing, if the partition says them.
+
+        By default it does not, and the data module splits each client's samples.
+        """
+        return None
+
+
+def disjoint(parts: Sequence[Any], count: int, name: str, kind: str = "samples") -> Parts:
+    """Return a partition's result after checking that each position is of one client alone.
+
+    Args:
+        parts: For each client its positions.
+        count: Number of samples.
+        name: What the partition is called in an error.
+        kind: What the samples are called.
+
+    Raises:
+        ConfigurationError: Naming a client and a position.
+    """
+    whose, checked = np.full(count, -1), []
+    for client, given in enumerate(parts):
+        part = np.asarray(given)
+        if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
+            raise ConfigurationError(
+                f"{name} gives client {client} no list of positions, but {part.dtype} of "
+                f"shape {part.shape}"
+            )
+        part = part.astype(np.int64)
+        if len(odd := part[(part < 0) | (part >= count)]):
+            raise ConfigurationError(
+                f"{name} gives client {client} sample {odd[0]}, of {count} {kind}"
+            )
+        if len(taken := part[whose[part] >= 0]):
+            raise ConfigurationError(
+                f"{name} gives sample {taken[0]} to client {whose[taken[0]]} and to client "
+                f"{client}: every sample goes to at most one client"
+            )
+        whose[part] = client
+        if len(np.unique(part)) < len(part):
+            raise ConfigurationError(f"{name} gives client {client} a sample twice")
+        checked.append(part)
+    return checked
 
 
 @dataclass(frozen=True)

