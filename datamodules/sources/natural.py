@@ -134,7 +134,9 @@ class NaturalClients(PartitionedDataModule):
         wanted = getattr(self, "num_clients", None)
         block, turn = divmod(self.seed, FOLDS)
         recordings = self._columns.get("recording")
-        train, val, test = [], [], []
+        train: list[Ints] = []
+        val: list[Ints] = []
+        test: list[Ints] = []
         for part in self.partition.split(labels, wanted, self.seed, groups):
             random = numpy_generator(Purpose.PARTITION, block, 6, int(groups[part[0]]))
             if recordings is None:
