@@ -152,8 +152,8 @@ def _exercises(watch: Any) -> Columns:
         x = np.asarray(signal, float) * (1 if watch["side"][number] else _MIRROR)
         count = len(x) // length
         windows = x[: count * length].reshape(count, length, x.shape[1])
-        facts = watch["subject"][number], watch["y"][number], number
-        found.append((np.tile(facts, (count, 1)), windows.mean(axis=1), windows.std(axis=1)))
+        about = watch["subject"][number], watch["y"][number], number
+        found.append((np.tile(about, (count, 1)), windows.mean(axis=1), windows.std(axis=1)))
     facts, means, deviations = (np.concatenate(parts) for parts in zip(*found, strict=True))
     names = [str(name) for name in watch["X_labels"]]
     return {
