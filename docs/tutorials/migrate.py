@@ -61,6 +61,7 @@
 # | `-c 2`, `-s 2`, `--iid 1` | `ClassesPerClient(2)`, `ClassShards(2)`, `IID()` |
 # | `-vr 0.1 -tr 0.25` | `val_fraction=0.1, test_fraction=0.25` |
 # | `-sp user -tr 0.2` | `holdout_clients=0.2` |
+# | its `partition.pkl` | `pflight prepare partition partition.pkl --out mine.json`; `Given("mine.json")` |
 # | `--seed 42` | `seed=42` |
 #
 # | `python main.py …` | here |
