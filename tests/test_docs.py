@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -121,14 +120,6 @@ def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFi
 def test_the_named_configurations_and_programs_exist(page: Path) -> None:
     named = set(NAMED.findall(page.read_text(encoding="utf-8")))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
-
-
-def test_what_a_package_index_shows_has_no_relative_addresses() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    description = project["readme"]["text"]
-    assert re.findall(r"\]\((?!https://)[^)]*\)", description) == []
-    introduction = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
-    assert " ".join(introduction.split()).startswith(" ".join(description.split("\n\n")[0].split()))
 
 
 def test_the_first_page_has_the_numbers_of_the_quick_start() -> None:
