@@ -240,7 +240,7 @@ class HiLoRA(Joining):
 
     def __init__(
         self,
-        num_clusters: PositiveInt | Literal["auto"] = "auto",
+        num_clusters: int | Literal["auto"] = "auto",
         min_clusters: PositiveInt = 1,
         max_clusters: PositiveInt = 10,
         root_rounds: NonNegativeInt = 20,
@@ -253,6 +253,8 @@ class HiLoRA(Joining):
         gamma_c: float | None = None,
         gamma_l: float | None = None,
     ) -> None:
+        if isinstance(num_clusters, int) and num_clusters < 1:
+            raise ConfigurationError(f"HiLoRA: num_clusters must be at least 1, got {num_clusters}")
         if min_clusters > max_clusters:
             raise ConfigurationError(
                 f"HiLoRA: min_clusters={min_clusters} exceeds max_clusters={max_clusters}"
