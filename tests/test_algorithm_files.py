@@ -8,6 +8,7 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
+import pflight.callbacks  # noqa: F401, so that short names are known
 from pflight.server_callback import ServerCallback
 from tests.pages import ROOT
 
@@ -20,10 +21,5 @@ def test_a_callback_is_made(path: Path) -> None:
     for given in callbacks:
         parser = ArgumentParser()
         parser.add_argument("--callback", type=ServerCallback)
-        config = parser.parse_object({"callback": {**given, "class_path": _whole(given)}})
+        config = parser.parse_object({"callback": given})
         assert isinstance(parser.instantiate(config).callback, ServerCallback)
-
-
-def _whole(given: dict[str, str]) -> str:
-    name = given["class_path"]
-    return name if "." in name else f"pflight.callbacks.{name}"

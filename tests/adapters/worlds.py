@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pflight
 from pflight import Federation
 from pflight.datamodules import TensorClients
+from tests.runs import quiet_trainer
 
 A, B = (f"network.base_model.model.lin.lora_{factor}.default.weight" for factor in "AB")
 
@@ -57,19 +58,16 @@ def clients(chosen: Sequence[int] = (0, 1)) -> TensorClients:
     return TensorClients([(first, second)[i] for i in chosen], batch_size=2)
 
 
+def data_of(samples: Sequence[tuple[Tensor, Tensor]], **options: Any) -> TensorClients:
+    """Return clients that train, validate and test on the same samples, by default in one batch."""
+    options = {"batch_size": None, "num_classes": None, **options}
+    return TensorClients(samples, val=samples, test=samples, **options)
+
+
 def trained(callback: Any, rounds: int = 1, steps: int = 2, **options: Any) -> Federation:
     """Return a federation after some rounds of full-batch steps."""
     module, data = options.pop("module", None) or regressor(), options.pop("data", (0, 1))
     options.setdefault("engine", "sequential")
     federation = pflight.Federation(module, local_steps=steps, **options)
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        accelerator="cpu",
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(federation, datamodule=clients(data))
+    quiet_trainer(rounds, callback).fit(federation, datamodule=clients(data))
     return federation

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -36,11 +35,19 @@ from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.modifiers import Frozen, Private
 from pflight.runs.check_state import CheckState
-from tests.adapters.worlds import A, B, Regressor, matrix, regressor
+from tests.adapters.worlds import A, B, Regressor, data_of, matrix, regressor
 from tests.models.test_text import adapted
 from tests.models.test_text import data as tokens
 from tests.remote_clients import ask_remote_clients
-from tests.runs import ENGINES, Adapted, batchnorm_client, failing, run, small_data
+from tests.runs import (
+    ENGINES,
+    Adapted,
+    batchnorm_client,
+    failing,
+    quiet_trainer,
+    run,
+    small_data,
+)
 
 assert_close = partial(torch.testing.assert_close, atol=1e-13, rtol=1e-12)
 LAYERS = ("one", "two")
@@ -354,9 +361,7 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 
 
 def data(**options: Any) -> TensorClients:
-    clients = samples()
-    options = {"batch_size": None, "num_classes": None, **options}
-    return TensorClients(clients, val=clients, test=clients, **options)
+    return data_of(samples(), **options)
 
 
 def fitted(
@@ -368,15 +373,7 @@ def fitted(
     path: Path | None = None,
     **options: Any,
 ) -> Federation:
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        accelerator="cpu",
-        callbacks=[callback, CheckState()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(rounds, callback, CheckState())
     options = {"local_steps": STEPS, **options}
     federation = Federation(small() if module is None else module, engine=engine, **options)
     trainer.fit(federation, datamodule=data() if clients is None else clients, ckpt_path=path)

@@ -29,7 +29,7 @@ from pflight.models import Classifier
 from pflight.modifiers import Frozen, Private, Proximal
 from pflight.runs.check_state import CheckState
 from pflight.states.head import EXTRA
-from tests.adapters.worlds import A, B, Regressor, matrix, regressor
+from tests.adapters.worlds import A, B, Regressor, data_of, matrix, regressor
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     ENGINES,
@@ -223,9 +223,7 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 
 
 def data(**options: Any) -> TensorClients:
-    clients = samples()
-    options = {"batch_size": None, "num_classes": None, **options}
-    return TensorClients(clients, val=clients, test=clients, **options)
+    return data_of(samples(), **options)
 
 
 def fitted(
