@@ -53,6 +53,11 @@ class Given(Partition):
 
     path: str
 
+    @property
+    def title(self) -> str:
+        """The file."""
+        return self.path
+
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
     ) -> list[Ints]:

@@ -43,6 +43,11 @@ class Partition(ABC):
     ``class_path`` and ``init_args``.
     """
 
+    @property
+    def title(self) -> str:
+        """What errors call the partition."""
+        return type(self).__name__
+
     @abstractmethod
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -92,8 +97,7 @@ class Partition(ABC):
         train = np.flatnonzero(~test)
         made_by = None if groups is None else groups[train]
         given = self.split(labels[train], num_clients, seed, made_by)
-        name = getattr(self, "path", type(self).__name__)
-        parts = [train[part] for part in disjoint(given, len(train), name, "training samples")]
+        parts = [train[part] for part in self.disjoint(given, len(train), "training samples")]
         tests = deal_alike(labels, test, parts, numpy_generator(Purpose.PARTITION, seed, 4))
         return [np.sort(np.concatenate(both)) for both in zip(parts, tests, strict=True)]
 
@@ -104,42 +108,40 @@ class Partition(ABC):
         """
         return None
 
+    def disjoint(self, parts: Sequence[Any], count: int, kind: str = "samples") -> Parts:
+        """Check that each position is of one client alone, and return the positions.
 
-def disjoint(parts: Sequence[Any], count: int, name: str, kind: str = "samples") -> Parts:
-    """Return a partition's result after checking that each position is of one client alone.
+        Args:
+            parts: For each client its positions.
+            count: Number of samples.
+            kind: What the samples are called.
 
-    Args:
-        parts: For each client its positions.
-        count: Number of samples.
-        name: What the partition is called in an error.
-        kind: What the samples are called.
-
-    Raises:
-        ConfigurationError: Naming a client and a position.
-    """
-    whose, checked = np.full(count, -1), []
-    for client, given in enumerate(parts):
-        part = np.asarray(given)
-        if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
-            raise ConfigurationError(
-                f"{name} gives client {client} no list of positions, but {part.dtype} of "
-                f"shape {part.shape}"
-            )
-        part = part.astype(np.int64)
-        if len(odd := part[(part < 0) | (part >= count)]):
-            raise ConfigurationError(
-                f"{name} gives client {client} sample {odd[0]}, of {count} {kind}"
-            )
-        if len(taken := part[whose[part] >= 0]):
-            raise ConfigurationError(
-                f"{name} gives sample {taken[0]} to client {whose[taken[0]]} and to client "
-                f"{client}: every sample goes to at most one client"
-            )
-        whose[part] = client
-        if len(np.unique(part)) < len(part):
-            raise ConfigurationError(f"{name} gives client {client} a sample twice")
-        checked.append(part)
-    return checked
+        Raises:
+            ConfigurationError: Naming a client and a position.
+        """
+        whose, checked = np.full(count, -1), []
+        for client, given in enumerate(parts):
+            part = np.asarray(given)
+            if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
+                raise ConfigurationError(
+                    f"{self.title} gives client {client} no list of positions, but {part.dtype} of "
+                    f"shape {part.shape}"
+                )
+            part = part.astype(np.int64)
+            if len(odd := part[(part < 0) | (part >= count)]):
+                raise ConfigurationError(
+                    f"{self.title} gives client {client} sample {odd[0]}, of {count} {kind}"
+                )
+            if len(taken := part[whose[part] >= 0]):
+                raise ConfigurationError(
+                    f"{self.title} gives sample {taken[0]} to client {whose[taken[0]]} and to "
+                    f"client {client}: every sample goes to at most one client"
+                )
+            whose[part] = client
+            if len(np.unique(part)) < len(part):
+                raise ConfigurationError(f"{self.title} gives client {client} a sample twice")
+            checked.append(part)
+        return checked
 
 
 @dataclass(frozen=True)

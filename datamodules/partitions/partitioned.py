@@ -18,7 +18,7 @@ from pflight.options import Interval, PositiveInt, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
-from .partition import ByUser, Partition, Parts, disjoint
+from .partition import ByUser, Partition, Parts
 from .samples import Samples
 
 
@@ -151,11 +151,12 @@ class PartitionedDataModule(FederatedDataModule):
         Raises:
             ConfigurationError: Naming a client and a position.
         """
-        name = getattr(self.partition, "path", type(self.partition).__name__)
         wanted = getattr(self, "num_clients", None)
         if wanted is not None and len(parts) != wanted:
-            raise ConfigurationError(f"{name} gives {len(parts)} clients, not {wanted}")
-        return disjoint(parts, count, name)
+            raise ConfigurationError(
+                f"{self.partition.title} gives {len(parts)} clients, not {wanted}"
+            )
+        return self.partition.disjoint(parts, count)
 
     @cached_property
     def new_clients(self) -> Tensor:

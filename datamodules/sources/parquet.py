@@ -142,15 +142,19 @@ def read_table(path: Path, key: str) -> tuple[dict[str, NDArray[Any]], dict[str,
     return columns, facts
 
 
+def _groups(metadata: Any) -> list[Any]:
+    """Return what a file says about its groups of rows."""
+    return [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+
+
 def _size(metadata: Any) -> int:
     """Return the number of bytes of a file's columns, as the file says."""
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    return sum(group.total_byte_size for group in groups)
+    return sum(group.total_byte_size for group in _groups(metadata))
 
 
 def _rows_at_once(path: Path, metadata: Any) -> int:
     """Return the number of rows to read at once, so that large rows don't fill the memory."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    groups = _groups(metadata)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     if row > _BYTES_AT_ONCE:
         raise ConfigurationError(f"{path} has rows of {row >> 20} MiB; they are no images")
