@@ -10,7 +10,7 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.adapters.pairs import find_pairs
+from pflight.adapters.pairs import factor_names, find_pairs
 from pflight.adapters.second import second_adapters, second_names
 from pflight.local_client import LocalClient, LocalWork
 from pflight.method import ClientMethod, Model
@@ -171,8 +171,8 @@ class FedALT(StoredModels):
 
     def owned_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the adapters' factors."""
-        factors = {name for pair in find_pairs(module) for name in pair.names}
-        return super().owned_names(module, layout) | factors
+        factors = factor_names(find_pairs(module))
+        return super().owned_names(module, layout) | {*factors}
 
     @property
     def factors(self) -> dict[str, str]:

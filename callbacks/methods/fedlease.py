@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.adapters.experts import Experts
-from pflight.adapters.pairs import Pair, plain_pairs
+from pflight.adapters.pairs import Pair, factor_names, plain_pairs
 from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod
 from pflight.options import Interval, NonNegativeInt, PositiveInt, checked
@@ -139,7 +139,7 @@ class FedLEASE(Joining):
     def owned_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the adapters and routers, which all clients have to share."""
         pairs = plain_pairs(module, "FedLEASE")
-        return {*_factors(pairs), *_routers(layout.names)} | super().owned_names(module, layout)
+        return {*factor_names(pairs), *_routers(layout.names)} | super().owned_names(module, layout)
 
     def setup_server(self) -> None:
         """Make the models, equal until stage 2."""
@@ -309,7 +309,7 @@ class FedLEASE(Joining):
         if _COUNT not in sent:
             return super().bytes_down(clients, sent)
         travels = {*self.sent_names}
-        expert = self._size(name for name in _factors(self.adapters) if name in travels)
+        expert = self._size(name for name in factor_names(self.adapters) if name in travels)
         rest = self._size(travels) - expert - self._unused
         new = int((self._changed >= self._received[clients.cpu()].unsqueeze(1)).sum())
         return new * expert + len(clients) * rest
@@ -331,10 +331,6 @@ class FedLEASE(Joining):
             return 0
         rows = 2 * self._room - 1
         return self._size(_routers(self.sent_names)) // rows * (rows - 2 * self.num_clusters + 1)
-
-
-def _factors(pairs: Iterable[Pair]) -> list[str]:
-    return [name for pair in pairs for name in pair.names]
 
 
 def _routers(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.adapters.pairs import Pair, trained_pairs
+from pflight.adapters.pairs import Pair, factor_names, trained_pairs
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.options import PositiveInt, checked, whole
@@ -95,8 +95,8 @@ class HetLoRA(FedAvg):
 
     def owned_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the factors."""
-        factors = {name for pair in trained_pairs(module, "HetLoRA") for name in pair.names}
-        return super().owned_names(module, layout) | factors
+        factors = factor_names(trained_pairs(module, "HetLoRA"))
+        return super().owned_names(module, layout) | {*factors}
 
     def setup_server(self) -> None:
         """Make the server's model, and determine the ranks."""

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.adapters.distances import subspace_distances, subspaces
-from pflight.adapters.pairs import trained_pairs, zero_first
+from pflight.adapters.pairs import factor_names, trained_pairs, zero_first
 from pflight.adapters.product_mean import ProductMean
 from pflight.adapters.second import second_adapters, second_names
 from pflight.errors import ConfigurationError
@@ -273,8 +273,8 @@ class HiLoRA(Joining):
 
     def owned_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the factors."""
-        factors = {name for pair in trained_pairs(module, "HiLoRA") for name in pair.names}
-        return super().owned_names(module, layout) | factors
+        factors = factor_names(trained_pairs(module, "HiLoRA"))
+        return super().owned_names(module, layout) | {*factors}
 
     def setup_server(self) -> None:
         """Make the server's model, which is that of all clients in the root stage."""
@@ -283,7 +283,7 @@ class HiLoRA(Joining):
         self.add_centers(1)
         module, template = self.clients.module, self.clients.layout.template
         self.adapters = trained_pairs(module, "HiLoRA")
-        factors = {name for pair in self.adapters for name in pair.names}
+        factors = {*factor_names(self.adapters)}
         found = [second_names(module, module.get_submodule(f"{EXTRA}.{tier}")) for tier in _TIERS]
         self.tiers = [{own: one[own] for own in one if own in factors} for one in found]
         count = self.clients.num_clients
@@ -340,7 +340,7 @@ class HiLoRA(Joining):
 
     def _factors(self) -> Iterable[dict[str, Tensor]]:
         """Yield the factors of each server model."""
-        names = [name for pair in self.adapters for name in pair.names]
+        names = factor_names(self.adapters)
         for index in range(len(self.server)):
             yield self.server.tensors(index, names)
 
@@ -496,7 +496,7 @@ class HiLoRA(Joining):
 
         Each finished adapter travels once to a client. The start of a stage is known.
         """
-        factors = {name for pair in self.adapters for name in pair.names}
+        factors = {*factor_names(self.adapters)}
         template = self.clients.layout.template
         adapter = sum(template[name].nbytes for name in factors)
         rest = sum(template[name].nbytes for name in self.sent_names if name not in factors)

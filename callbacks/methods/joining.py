@@ -36,7 +36,7 @@ class Joining(MultiCenter):
 
     def nearest(self, states: TensorDict) -> Tensor:
         """Return the cluster ``[C]`` for the factors B that joining clients ``[C]`` have sent."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define nearest()")
 
     def join_or_train(self, cohort: Tensor) -> None:
         """Have the clients without a cluster join one, and run a round with all others."""

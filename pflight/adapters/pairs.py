@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,11 @@ def trained_pairs(module: nn.Module, owner: str) -> list[Pair]:
     if not found:
         raise ConfigurationError(f"{owner}: all adapters of {type(module).__name__} are frozen")
     return found
+
+
+def factor_names(pairs: Iterable[Pair]) -> list[str]:
+    """Return the names of the factors of all pairs."""
+    return [name for pair in pairs for name in pair.names]
 
 
 def scales_of(module: nn.Module) -> dict[str, float]:

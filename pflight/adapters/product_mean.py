@@ -13,7 +13,7 @@ from pflight.runs.distributed import gather
 from pflight.states.state import WeightedMean
 
 from .low_rank import LowRank, Split
-from .pairs import Pair, matrix, zero_first
+from .pairs import Pair, factor_names, matrix, zero_first
 
 
 class PairMean(WeightedMean):
@@ -37,12 +37,13 @@ class PairMean(WeightedMean):
         self, sent: Sequence[Mapping[str, Tensor]], pairs: Sequence[Pair], measures: bool = False
     ) -> None:
         super().__init__(sent[0], len(sent))
-        paired = {name for pair in pairs for name in pair.names}
         self.pairs = pairs
         self.measures = measures
         self.terms: dict[Pair, LowRank] = {}
         self.error: float | None = None
-        self._sent = [{name: state[name].detach().clone() for name in paired} for state in sent]
+        self._sent = [
+            {name: state[name].detach().clone() for name in factor_names(pairs)} for state in sent
+        ]
         self._products: list[dict[Pair, LowRank]] = [{} for _ in sent]
 
     def add(self, states: TensorDict, weights: Tensor, groups: Tensor | None = None) -> None:
