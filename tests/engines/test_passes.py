@@ -187,11 +187,11 @@ def test_it_falls_back_once_and_says_so_once(
     with pytest.warns(
         UserWarning, match=f"Finding runs for one client after the other: ({reason})"
     ):
-        assert_equal(found_by(federation, Finding(function)), alone)
+        assert_alike(found_by(federation, Finding(function)), alone)
     recorded.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_equal(found_by(federation, Finding(function)), alone)
+        assert_alike(found_by(federation, Finding(function)), alone)
     assert not recorded
 
 
@@ -207,12 +207,13 @@ def test_it_falls_back_where_clients_together_find_something_else(
     alone = found_by(known("sequential", EQUAL), Finding(task_loss))
     federation = fitted("vectorized", EQUAL)
     with pytest.warns(UserWarning, match="Finding runs .* get other results than one alone"):
-        assert_equal(found_by(federation, Finding(task_loss)), alone)
+        assert_alike(found_by(federation, Finding(task_loss)), alone)
 
 
-def assert_equal(one: list[Any], other: list[Any]) -> None:
+def assert_alike(one: list[Any], other: list[Any]) -> None:
+    """The engines trained the models, whose last digits may differ: it depends on the processor."""
     for left, right in zip(one, other, strict=True):
-        assert torch.equal(left["z"], right["z"])
+        torch.testing.assert_close(left["z"], right["z"], rtol=1e-12, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:engine='vectorized'.*one by one:UserWarning")
@@ -250,7 +251,7 @@ def test_random_numbers_depend_on_round_and_client_alone(engine: str) -> None:
     once = clients.run(Draws(), ids, states)
     torch.rand(5)
     flipped = clients.run(Draws(), ids.flip(0), states[ids.flip(0)])
-    assert_equal(once, flipped[::-1])
+    assert_alike(once, flipped[::-1])
     assert len({tuple(own["z"].tolist()) for own in once if own}) == len(ids)
     other = fitted(engine, EQUAL)
     other.clients.history.append(other.clients.history[-1])
