@@ -248,6 +248,21 @@ def test_a_stock_trainer_inside_of_the_context():
     assert len(federation.history) == 2
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_signal_while_it_begins_or_ends(begins: bool, monkeypatch, capfd):
+    """An exception there would leave the handlers, and end in a traceback."""
+    stop, before = StopBetweenRounds(), signal.getsignal(signal.SIGTERM)
+    place, method = (stop._thread, "start") if begins else (stop, "restore_handlers")
+    kept = getattr(place, method)
+    monkeypatch.setattr(place, method, lambda: (signal.raise_signal(signal.SIGTERM), kept()))
+    with pytest.raises(SystemExit) as exit_, stop:
+        pass
+    assert exit_.value.code == 143
+    assert capfd.readouterr().err == "pflight: stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not stop._thread.is_alive()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda stop: pickle.loads(pickle.dumps(stop))])
 def test_a_copy_watches_a_run_of_its_own(copied: Callable[..., Any]):
     stop = StopBetweenRounds(lambda: "go on")

@@ -270,6 +270,7 @@ METHODS = (
         "FedALT(mixer, head)",
         "its own adapter, and the others' mean",
         needs="adapters",
+        manual=True,
         tested={
             "": {},
             "shared": {"head": "shared", "buffers": "shared", "mixer": False},

@@ -368,6 +368,7 @@ METHODS = (
         "FedLEASE(max_experts)",
         "its cluster's expert and router, with all experts",
         needs="adapters",
+        manual=True,
         tested={
             "": {"num_experts": 2},
             "no-router": {"num_experts": 2, "router": False, "warmup_epochs": 2},

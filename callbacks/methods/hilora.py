@@ -518,6 +518,7 @@ METHODS = (
         "HiLoRA(num_clusters, root_rounds)",
         "adapters of all, of its cluster and its own",
         needs="adapters",
+        manual=True,
         tested={
             "": {"num_clusters": 2, "root_rounds": 1, "cluster_rounds": 1},
             "clusters": {

@@ -59,22 +59,27 @@ def cause_of(error: BaseException) -> str:
     return f"{described(error)}{where}"
 
 
-def refusal(error: BaseException, config: Namespace, made: str) -> str | None:
-    """Return in one line why the Trainer or a class rejects its options.
+def refusal(
+    error: BaseException, failures: list[ConfigurationError], config: Namespace, made: str
+) -> ConfigurationError | None:
+    """Say in one line why the Trainer or a class rejects its options.
 
     Args:
         error: The exception from making the classes of a run.
+        failures: What :func:`built` noted.
         config: The configuration of the run.
         made: The object being made, if it is not a class.
 
     Returns:
-        The line, or ``None`` if the message is already clear.
+        The error to raise, or ``None`` if the message is already clear.
     """
     root = error
     while root.__cause__ is not None and not isinstance(root, MisconfigurationException):
         root = root.__cause__
-    if isinstance(root.__cause__ or root, TypeError):
+    failure = failures[-1] if failures else ConfigurationError(f"{made}: {cause_of(root)}")
+    if isinstance(failure.__cause__ or root.__cause__ or root, TypeError):
         for name, part in specs(config):
             if part.get("dict_kwargs"):
-                return f"{name}.dict_kwargs: {cause_of(root)}"
-    return None if isinstance(root, MisconfigurationException) else f"{made}: {cause_of(root)}"
+                said = failure if failures else cause_of(root)
+                return ConfigurationError(f"{name}.dict_kwargs: {said}")
+    return None if isinstance(root, MisconfigurationException) else failure

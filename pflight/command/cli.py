@@ -236,8 +236,8 @@ class FederationCLI(LightningCLI):
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
             made = "trainer" if hasattr(self, "config_init") else "a function of the configuration"
-            if reason := refusal(error, self.config[self.subcommand], made):
-                raise (failures or [ConfigurationError(reason)])[-1] from error
+            if refused := refusal(error, failures, self.config[self.subcommand], made):
+                raise refused from error
             raise
 
     def _check_origin(self) -> None:

@@ -71,6 +71,7 @@ class StopBetweenRounds(L.Callback):
         self.advice = advice
         self.signum = 0
         self.saved_apart = False  # set by SaveWhenStopped: it then decides alone
+        self._inside = False
         self._in_rounds = False
         self._agreed = False
         self._trainer: L.Trainer | None = None
@@ -85,7 +86,11 @@ class StopBetweenRounds(L.Callback):
         return type(self), (), {"saved_apart": self.saved_apart}
 
     def __enter__(self) -> StopBetweenRounds:
-        """Begin to record signals. Only the main thread can do this."""
+        """Begin to record signals. Only the main thread can do this.
+
+        Raises:
+            SystemExit: A signal came meanwhile.
+        """
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
@@ -99,10 +104,17 @@ class StopBetweenRounds(L.Callback):
                 self._parent = int(os.environ.get(_LAUNCHER, 0))
             os.environ[_LAUNCHER] = str(os.getpid())
             self._thread.start()
+        try:
+            self._inside = True
+            if self.signum:
+                raise Stopped
+        except Stopped as stopped:
+            self.__exit__(Stopped, stopped, None)  # Python does not, if this method raises
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Restore the signal handlers, and end the process if a signal came."""
+        self._inside = False
         if self._ear is not None:
             _open.remove(self)
             os.environ.pop(_LAUNCHER, None)
@@ -167,7 +179,7 @@ class StopBetweenRounds(L.Callback):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or signum
-        if first and not self._in_rounds:
+        if first and self._inside and not self._in_rounds:
             self._end_ranks(0)
             raise Stopped
 
