@@ -14,7 +14,8 @@ The last line says how many of the defects that any test finds the short check f
 
 ``choose`` writes ``tests/left_out.txt``, beside the tests that are marked ``long``. It leaves out
 tests whose every line at least ``--others`` further tests enter, the slowest first. Tests of less
-than a second stay, and shipped methods keep all their properties.
+than ``--least`` seconds stay, since most of them hold numbers that were worked out by hand. Shipped
+methods keep all their properties.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ def run_choose(options: argparse.Namespace) -> None:
     others = Counter(place for places in short.values() for place in places)
     chosen = []
     for test in sorted(short, key=lambda test: tests.seconds.get(test, 0.0), reverse=True):
-        kept = test.startswith(SHARED) or tests.seconds.get(test, 0.0) < 1
+        kept = test.startswith(SHARED) or tests.seconds.get(test, 0.0) < options.least
         if not kept and all(others[place] > options.others for place in short[test]):
             others.subtract(short[test])
             chosen.append(test)
@@ -373,6 +374,7 @@ def main() -> None:
     planting.set_defaults(run=run_plant)
     choosing = kinds.add_parser("choose", help="write which tests ./check leaves out")
     choosing.add_argument("--others", type=int, default=3, help="tests that enter each line, too")
+    choosing.add_argument("--least", type=float, default=0.5, help="seconds of a test to leave out")
     choosing.set_defaults(run=run_choose)
     for each in (mapping, planting):
         each.add_argument("--workers", type=int, default=os.cpu_count())

@@ -33,6 +33,20 @@ def write_plainly() -> None:
             stream.reconfigure(errors="pflight")
 
 
+def listed(names: Iterable[str], wanted: str = "", most: int = 8) -> str:
+    """Return names with commas between them; of many, only the nearest to what was wanted.
+
+    Example:
+        >>> listed(["a", "b"]), listed(["one", "two", "three"], "twos", most=2)
+        ('a, b', 'two, one and 1 more')
+    """
+    every = [*names]
+    if len(every) <= most:
+        return ", ".join(every)
+    nearest = get_close_matches(wanted, every, n=most // 2 + 1, cutoff=0)
+    return f"{', '.join(nearest)} and {len(every) - len(nearest)} more"
+
+
 def one_line(text: str) -> str:
     r"""Return a text as one line without the control sequences of terminals.
 

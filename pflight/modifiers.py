@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigurationError
 from .local_client import LocalClient, Passed
+from .messages import listed
 from .options import NonNegativeFloat, checked
 from .states.head import EXTRA
 from .states.layers import Layers, own_head
@@ -182,7 +183,7 @@ class OfLayers(Modifier):
                 for name in first
                 if fnmatchcase(name, chosen) or fnmatchcase(name, inside)
             }
-            reason = f"{chosen!r} matches none of {', '.join(sorted(every))}"
+            reason = f"{chosen!r} matches none of {listed(sorted(every), chosen)}"
         if not found:
             raise ConfigurationError(f"{type(self).__name__}: {reason}")
         return found

@@ -369,10 +369,13 @@ class ServerCallback(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, then call :meth:`on_state_loaded`."""
-        if differing := state_dict.keys() ^ self._states.keys():
+        if differing := sorted(state_dict.keys() ^ self._states.keys()):
+            name, owner = type(self).__name__, "this run"
+            if differing[0] in state_dict:
+                owner = "the checkpoint"
             raise ConfigurationError(
-                f"the checkpoint does not fit {type(self).__name__}: only one of them has the "
-                f"state {', '.join(sorted(differing))}"
+                f"the checkpoint does not fit {name}: only {owner} has the state {differing[0]}. "
+                f"Resume with the options that {name} had"
             )
         for name, declared in self._states.items():
             setattr(self, name, declared.load(state_dict[name]))

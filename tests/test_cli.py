@@ -221,7 +221,7 @@ class TestRunFolder:
         assert contents("run") == before
 
     @pytest.mark.parametrize("kind", [ConfigurationError, RuntimeError])
-    @pytest.mark.long
+    @pytest.mark.short("RuntimeError")
     def test_an_error_in_the_first_round_puts_the_earlier_run_back(self, kind, monkeypatch, capsys):
         pflight("fit", rounds=1)
         before, config = weights("run"), Path("run/config.yaml").read_text()

@@ -114,7 +114,7 @@ def _check_sum(part: SecondAdapter) -> None:
     if part.constant_weights is None:
         raise ConfigurationError(
             f"the two adapters of {part.pair.layer!r} have weights that depend on the input, so "
-            "they are no single adapter: export the server's model, or use the client module"
+            "they are no single adapter: use Federation.client_module in Python"
         )
     if getattr(part.b, "bias", None) is not None:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.runs.folder import CONFIG
 from pflight.server_callback import ServerCallback
-from pflight.states.state import with_state
+from pflight.states.state import state_tensors, with_state
 
 from .cli import FederationCLI, main
 from .process import say
@@ -68,6 +68,12 @@ class _Export(FederationCLI):
         if not 0 <= index < len(states):
             raise ConfigurationError(
                 f"--server: there is no model {index}; the server has {len(states)}"
+            )
+        if own := sorted(state_tensors(federation.client).keys() - states[index].keys()):
+            method = type(federation.server_callback).__name__
+            raise ConfigurationError(
+                f"--server: the server's model lacks what {method} adds at each client, such as "
+                f"{own[0]}: export clients"
             )
         module = with_state(federation.client, states[index]).eval()
         self._write(federation, module, self._out)

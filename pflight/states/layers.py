@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from pflight.errors import ConfigurationError
+from pflight.messages import listed
 from pflight.options import NonNegativeInt, checked
 
 from .head import head_of
@@ -76,7 +77,7 @@ class Layers:
             found = {n for n in layers if fnmatchcase(n, pattern) or fnmatchcase(n, inside)}
             if not found:
                 raise ConfigurationError(
-                    f"Layers: {pattern!r} matches none of the {_listed(layers)}"
+                    f"Layers: {pattern!r} matches none of the {_listed(layers, pattern)}"
                 )
             chosen |= found
         if self.head:
@@ -121,5 +122,5 @@ def body_names(module: nn.Module) -> list[str]:
     return [name for name in trained if not name.startswith(head)]
 
 
-def _listed(layers: Sequence[str]) -> str:
-    return f"{len(layers)} layers: {', '.join(layers)}"
+def _listed(layers: Sequence[str], wanted: str = "") -> str:
+    return f"{len(layers)} layers: {listed(layers, wanted)}"

@@ -169,6 +169,21 @@ def test_the_command(
     assert "pflight: wrote three/adapter_config.json" in capsys.readouterr().out
 
 
+def test_a_server_without_a_model_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(CONFIG)
+    configs = [f"--config={name}.yaml" for name in ("configs/quickstart", "own")]
+    method = "--trainer.callbacks=pflight.callbacks.FedDPA"
+    main(["fit", *configs, method, "--trainer.default_root_dir=run"])
+    with pytest.raises(SystemExit):
+        main(["export", "run", "--server", "--out", "server"])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert line.startswith("pflight: error: --server: the server's model lacks what FedDPA adds")
+    assert not Path("server").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
