@@ -59,7 +59,7 @@ BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNo
 BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 BATCHNORM |= {"FedAS", "FedSGD", "GPFL", "kNN-Per", "pFedFDA", "pFedLA", "pFedLA-sparse"}
 BATCHNORM |= {"FedBABU-own", "FedDyn-own", "Halfway-own", "Scaled-own"}
-BATCHNORM |= {"HetLoRA", "HetLoRA-product", "HiLoRA", "RoLoRA"}
+BATCHNORM |= {"HetLoRA", "HetLoRA-product", "HetLoRA-prune", "HiLoRA", "RoLoRA"}
 OTHERS = {  # which the common tester has without what needs the data of newcomers
     "FedDANE": Algorithm(FedDANE),
     "Per-FedAvg": Algorithm(PerFedAvg),

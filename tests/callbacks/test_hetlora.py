@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import peft
 from pflight import Federation
 from pflight.adapters import LowRank, find_pairs
 from pflight.callbacks import FedAvg, HetLoRA
-from pflight.callbacks.methods.hetlora import _norms
+from pflight.callbacks.methods.hetlora import ShrinkingTails, _norms
 from pflight.command.cli import main
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
@@ -338,15 +339,165 @@ def test_loaded_clients_have_their_ranks(tmp_path: Path) -> None:
 
 def test_nothing_else_outlives_a_round() -> None:
     federation = Federation(words())
-    trainer = quiet_trainer(3, HetLoRA({0: 1}), CheckState())
+    trainer = quiet_trainer(3, HetLoRA({0: 1}, **PRUNED), CheckState())
     trainer.fit(federation, datamodule=sentences(cohort_size=2))
 
 
-def test_clients_on_machines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = learn(HetLoRA({0: 1}), engine="sequential")
+@pytest.mark.parametrize("options", [{}, {"prune": 0.5, "gamma": 0.5}])
+def test_clients_on_machines_of_their_own(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = learn(HetLoRA({0: 1}, **options), engine="sequential")
     ask_remote_clients(monkeypatch)
-    there = learn(HetLoRA({0: 1}), engine="sequential")
+    there = learn(HetLoRA({0: 1}, **options), engine="sequential")
     assert_same(here.server_states()[0], there.server_states()[0])
+
+
+class OneClient:
+    """A client of the module :func:`two_ranks`, by its weights and what it was sent."""
+
+    def __init__(self, a: Tensor, b: Tensor, sent: tuple[Tensor, Tensor]) -> None:
+        self.module = two_ranks()
+        self.weights = {A: a.clone().requires_grad_(), B: b.clone().requires_grad_()}
+        self.anchor = dict(zip((A, B), sent, strict=True))
+
+    def penalty(self, gamma: float = 0.5) -> Tensor:
+        found = ShrinkingTails(0.5, gamma).penalty(self)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+
+def test_the_penalty_and_its_gradient() -> None:
+    """Of rank 2 and q = 1: norms 5 of A's last row and 13 of B's last column."""
+    a, b = matrix([[1, 2], [3, 4]]), matrix([[1, 5], [7, 0], [2, 12]])
+    client = OneClient(a, b, (a, b))
+    value = client.penalty()
+    value.backward()
+    assert value.item() == pytest.approx(0.5 * 5 * 13, abs=1e-12)
+    close(client.weights[A].grad, [[0, 0], [0.5 * 13 * 3 / 5, 0.5 * 13 * 4 / 5]])
+    close(client.weights[B].grad, [[0, 0.5 * 5 * 5 / 13], [0, 0], [0, 0.5 * 5 * 12 / 13]])
+    whole = (matrix([[1, 2], [3, 4]]).norm() * b.norm() / 2).item()
+    assert OneClient(a, b, (a, b)).penalty(0.4).item() == pytest.approx(whole, abs=1e-12)
+
+
+def test_the_penalty_of_zeros_has_gradient_zero() -> None:
+    """B is 0 in the first round. A client of rank 1 has nothing beyond its rank."""
+    a, b = matrix([[1, 2], [3, 4]]), matrix([[1, 5], [7, 0], [2, 12]])
+    first = OneClient(a, 0 * b, (a, 0 * b))
+    cut = (a * matrix([[1], [0]]), b * matrix([[1, 0]]))
+    for client, gamma in ((first, 0.5), (OneClient(*cut, cut), 0.99)):
+        value = client.penalty(gamma)
+        value.backward()
+        for factor, rows in ((A, 0), (B, 1)):
+            grad = client.weights[factor].grad
+            assert grad is not None
+            assert torch.isfinite(grad).all()
+            assert not grad.movedim(rows, 0)[1].any()
+    assert ShrinkingTails(1.0, 0.5).penalty(SimpleNamespace(anchor=None)) is None  # type: ignore[arg-type]
+
+
+class Scripted(HetLoRA):
+    """Gets the factors sent, with A multiplied by a number of each client."""
+
+    factors = (1.0, 1.0)
+
+    def receive(self, updates: ClientUpdates) -> None:
+        before = self.broadcast(updates.clients)
+        for row, client in enumerate(updates.clients.tolist()):
+            updates.states[A][row] = self.factors[client] * before[A][row]
+            updates.states[B][row] = before[B][row]
+        super().receive(updates)
+
+
+def _with_products() -> Regressor:
+    module = two_ranks()
+    module.state_dict()[A][:] = matrix([[1, 0.5], [0.5, 1]])
+    module.state_dict()[B][:] = matrix([[1, 0], [0, 1], [1, 1]])
+    return module
+
+
+def test_a_smaller_product_prunes_and_others_do_not() -> None:
+    """Smaller, equal and larger tails; the rank falls once, to q and not below the smallest."""
+    for factors, r_min, ranks in (
+        ((0.9, 1.0), None, [1, 2]),
+        ((1.0, 1.1), None, [2, 2]),
+        ((0.9, 0.9), None, [1, 1]),
+        ((0.9, 0.9), 2, [2, 2]),
+    ):
+        kind = type("Given", (Scripted,), {"factors": factors})
+        callback = kind({}, "uniform", prune=0.1, gamma=0.5, r_min=r_min)
+        fit(callback, module=_with_products())
+        assert callback.client_ranks.tolist() == ranks
+        sent = callback.broadcast(torch.tensor([0, 1]))
+        for client, rank in enumerate(ranks):
+            assert bool(sent[A][client][1].any()) == (rank == 2)
+    low = Scripted({0: 1, 1: 1}, "uniform", prune=0.1, gamma=0.5, r_min=2)
+    low.factors = (0.9, 0.9)
+    fit(low, module=_with_products())
+    assert low.client_ranks.tolist() == [1, 1]  # ranks never grow
+    module = regressor(r=3, lora_alpha=6)
+    module.state_dict()[B].fill_(1)
+    same = Scripted({0: 2, 1: 2}, "uniform", prune=0.1, gamma=0.5)
+    fit(same, module=module)
+    assert same.client_ranks.tolist() == [2, 2]  # rows that they were not sent don't count
+
+
+PRUNED: dict[str, Any] = {"prune": 0.5, "gamma": 0.5}
+
+
+def test_pruned_ranks_are_of_both_engines_and_of_the_wire() -> None:
+    runs = []
+    for engine in ("sequential", "vectorized"):
+        callback = HetLoRA({0: 1}, **PRUNED)
+        federation = learn(callback, rounds=4, engine=engine)
+        ranks = callback.client_ranks
+        assert 1 in ranks[1:]
+        assert isinstance(federation.clients.client_method, ShrinkingTails)
+        if engine == "vectorized":
+            assert federation.clients.attached_engine.obstacle is None  # type: ignore[attr-defined]
+        sent = callback.broadcast(torch.arange(4))
+        assert not beyond(federation, sent[ranks == 1], 1).any()
+        runs.append((federation, ranks))
+    (one, ranks), (other, others) = runs
+    assert torch.equal(ranks, others)
+    torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-7, atol=1e-9)
+    ups, downs = ([getattr(e, f"bytes_{way}") for e in one.history] for way in ("up", "down"))
+    assert ups == [e.bytes_up for e in other.history]
+    assert ups[-1] == sum(8 * (rank * 17 + 15) for rank in ranks.tolist())
+    assert downs[0] == 8 * (7 * 17 + 4 * 15)
+    assert ups[:-1] == downs[1:]  # all take part: what they sent has the rank of the next round
+
+
+def test_pruned_ranks_are_resumed(tmp_path: Path) -> None:
+    def callback() -> HetLoRA:
+        return HetLoRA({0: 1}, **PRUNED)
+
+    whole = learn(callback(), rounds=5, cohort=2)
+    half = learn(callback(), rounds=3, cohort=2)
+    half.trainer.save_checkpoint(tmp_path / "three.ckpt")
+    ranks = half.callback.client_ranks  # type: ignore[attr-defined]
+    assert (ranks < torch.tensor([1, 2, 2, 2])).any()
+    resumed = learn(callback(), rounds=5, cohort=2, ckpt_path=tmp_path / "three.ckpt")
+    assert_same(resumed.server_states()[0], whole.server_states()[0])
+    for name in ("bytes_up", "bytes_down"):
+        found = ([getattr(e, name) for e in run.history] for run in (resumed, whole))
+        assert len({tuple(each) for each in found}) == 1
+    final = (run.callback.client_ranks for run in (resumed, whole))  # type: ignore[attr-defined]
+    assert torch.equal(*final)
+
+
+def test_ranks_of_a_checkpoint_may_have_been_pruned_but_not_grown(tmp_path: Path) -> None:
+    """None is pruned in round 0, since B is 0 at its start."""
+    first = learn(HetLoRA({0: 1}, **PRUNED), rounds=1)
+    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert first.callback.client_ranks.tolist() == [1, 2, 2, 2]  # type: ignore[attr-defined]
+    less = HetLoRA({0: 1, 3: 1}, **PRUNED)
+    with pytest.raises(ConfigurationError, match="client 3 has rank 1 here and rank 2 in the"):
+        learn(less, rounds=2, ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_without_pruning_nothing_changes() -> None:
+    plain, off = (learn(HetLoRA({0: 1}, **o)) for o in ({}, {"prune": 0.0, "gamma": 0.5}))
+    assert_same(plain.server_states()[0], off.server_states()[0])
+    assert plain.callback.client_method is off.callback.client_method  # type: ignore[union-attr]
 
 
 def test_its_name() -> None:
@@ -417,7 +568,10 @@ def test_bad_input(make: Any, module: Any, said: str) -> None:
         ({"ranks": {4: 1.5}}, "got 1.5 for client 4"),
         ({"ranks": {"a": 1}}, "got 1 for client 'a'"),
         ({"ranks": [1, 2]}, r"ranks must be a dict or 'samples', got \[1, 2\]"),
-        ({"ranks": {0: 1}, "r_min": 1}, 'r_min and r_max are for ranks="samples" alone'),
+        ({"ranks": {0: 1}, "r_min": 1}, 'r_min and r_max are for ranks="samples", and r_min for'),
+        ({"ranks": {0: 1}, "r_max": 1, "prune": 1.0}, 'r_min and r_max are for ranks="samples"'),
+        ({"prune": -1.0}, "prune must be at least 0, got -1"),
+        ({"gamma": 1.0}, r"gamma must be in \(0, 1\), got 1"),
         ({"r_min": 0}, "r_min must be at least 1, got 0"),
         ({"weighting": "loss"}, "weighting must be 'norm', 'samples' or 'uniform'"),
     ],
@@ -454,7 +608,7 @@ model:
           targets: ["hidden.0", "output"]
           rank: 4
       num_classes: 10
-      optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+      optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.02}}  # at scale 4, 0.1 diverges
 """
 
 
