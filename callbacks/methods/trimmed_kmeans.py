@@ -70,6 +70,7 @@ class TrimmedKMeans(MultiCenter):
 
     algorithm_name = "TrimmedKMeans"
     tag = "trimmed_kmeans"
+    aggregates = False
 
     _start: dict[str, Tensor]
     _centers: Tensor | None

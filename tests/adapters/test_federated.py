@@ -19,10 +19,12 @@ from pflight import Federation
 from pflight.adapters.pairs import find_pairs
 from pflight.adapters.product_mean import ProductMean
 from pflight.callbacks import IFCA, FedAvg, FedNova, FeSEM
+from pflight.callbacks.methods.registry import Method
 from pflight.errors import ConfigurationError
 from pflight.modifiers import Frozen, Private
 from tests.adapters.worlds import A, B, Regressor, clients, regressor, trained
-from tests.runs import ENGINES
+from tests.algorithm_tester import shipped
+from tests.runs import ENGINES, Adapted, batchnorm_client, run, small_data
 
 LOCAL = {0: ((0, -0.0875, -0.175), (1.0075, 0.50375)), 1: ((-0.33, 0, -0.66), (1.03, 0.53))}
 WEIGHTS = (2 / 3, 1 / 3)
@@ -102,6 +104,28 @@ def test_clusters_have_the_mean_product_of_their_members() -> None:
             state = federation.client_state(client)
             product = torch.tensor(b).double()[:, None] * torch.tensor(a).double()
             torch.testing.assert_close(state[B] @ state[A], product, atol=1e-6, rtol=0)
+
+
+# Private layers, or a network that can be traced.
+OTHERS = "FedAS", "FeSEM-MA", "GPFL", "pFedFDA", "FedPer", "LG-FedAvg", "FedRep"
+AGGREGATING = [
+    pytest.param(method, options, id=f"{method.name}-{tag}" if tag else method.name)
+    for method in shipped()
+    if getattr(method.callback, "aggregates", False)
+    for tag, options in method.tested.items()
+    if method.name not in OTHERS and "aggregate" not in options
+]
+
+
+@pytest.mark.short("FedAvg", "HetLoRA", "IFCA*")
+@pytest.mark.parametrize(("method", "options"), AGGREGATING)
+def test_a_method_with_the_option_heeds_it(method: Method, options: dict[str, Any]) -> None:
+    def sent(**aggregate: Any) -> list[dict[str, Tensor]]:
+        callback = method.callback(**options, **aggregate)
+        return run(batchnorm_client(Adapted), small_data(), callback, 2).server_states()
+
+    one, other = sent(), sent(aggregate="product")
+    assert any(not torch.equal(x[n], y[n]) for x, y in zip(one, other, strict=True) for n in x)
 
 
 def test_methods_of_one_mean_agree() -> None:
