@@ -652,6 +652,13 @@ class TestEvaluation:
         assert said.endswith("run holds last.ckpt, but not this one; name another with --ckpt_path")
 
     @pytest.mark.long
+    def test_a_run_without_a_validation_is_told(self, capsys):
+        rare = "--trainer.check_val_every_n_epoch=3"
+        pflight("fit", rare, root="short")
+        said = error(capsys, "test", rare, root="short")
+        assert said.endswith("; no validation has run; name another with --ckpt_path")
+
+    @pytest.mark.long
     def test_a_test_that_fails_leaves_the_earlier_one(self, capsys):
         pflight("test")
         before = contents("run")

@@ -74,8 +74,17 @@ class Given(Partition):
 
     @cached_property
     def _clients(self) -> list[dict[str, Ints]]:
-        """Each client's positions by split; the key is empty if the file has no splits."""
-        content = self._content()
+        return self.clients(self._content())
+
+    def clients(self, content: Any) -> list[dict[str, Ints]]:
+        """Return each client's positions by split; the key is empty if there are no splits.
+
+        Args:
+            content: What the file holds.
+
+        Raises:
+            ConfigurationError: The content is none of a partition.
+        """
         if isinstance(content, Mapping) and "data_indices" in content:
             content = content["data_indices"]
         if isinstance(content, Mapping):
@@ -111,9 +120,21 @@ class Given(Partition):
             found = np.asarray(given)
         except ValueError:  # lists of several lengths
             found = np.empty((), object)
+        if isinstance(given, list) and bool in map(type, given):  # to NumPy, true is 1
+            found = np.empty((), object)
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
             raise ConfigurationError(f"{self.path}: {who} has no list of whole numbers")
         return found.astype(np.int64)
+
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return a mapping of pairs whose keys must differ."""
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                name = f"client {key}" if key.isdigit() else key
+                raise ConfigurationError(f"{self.path} has {name} twice")
+            found[key] = value
+        return found
 
     def _content(self) -> Any:
         """Read the file. Nothing in it is run."""
@@ -122,17 +143,18 @@ class Given(Partition):
             with path.open("rb") as file:
                 start = file.read(2)
             if start[:1] == b"\x80" or path.suffix in (".pkl", ".pickle"):
+                out = path.with_suffix(".indices.json" if path.suffix == ".json" else ".json")
                 raise ConfigurationError(
                     f"{path} is a pickle, which may run code: turn it into JSON by `pflight "
-                    f"prepare partition {path} --out {path.with_suffix('.json')}`"
+                    f"prepare partition {path} --out {out}`"
                 )
             if start != b"PK":
-                return json.loads(path.read_text(encoding="utf-8"))
+                return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=self._once)
             with ZipFile(path) as archive:
                 if sum(one.file_size for one in archive.infolist()) > _MOST_BYTES:
                     raise ConfigurationError(f"{path} is too large for lists of positions")
             with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
+                return self._once([(name, arrays[name]) for name in arrays.files])
         except ConfigurationError:
             raise
         except OSError as error:

@@ -1,6 +1,6 @@
 """Turn a pickle with index lists into JSON: a program that imports neither pflight nor PyTorch.
 
-    pflight prepare partition partition.pkl --out partition.json
+``pflight prepare partition`` runs it in a process of its own, and checks and writes what it prints.
 
 A pickle may name any function, and loading it calls the function. Here only the functions are found
 from which dicts, lists and NumPy's arrays are made. Other names are errors.
@@ -9,11 +9,9 @@ from which dicts, lists and NumPy's arrays are made. Other names are errors.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +47,10 @@ class IndexUnpickler(pickle.Unpickler):
 def plain(content: Any) -> Any:
     """Return dicts, lists and arrays as JSON has them."""
     if isinstance(content, dict):
-        return {str(key): plain(value) for key, value in content.items()}
+        found = {str(key): plain(value) for key, value in content.items()}
+        if len(found) < len(content):
+            raise ValueError("a key is there as a number and as text")
+        return found
     if isinstance(content, np.ndarray | np.generic):
         return plain(content.tolist())
     if isinstance(content, list | tuple | set | range):
@@ -59,8 +60,8 @@ def plain(content: Any) -> Any:
     raise TypeError(f"it holds a {type(content).__name__}, which is not for index lists")
 
 
-def main(source: str, target: str) -> None:
-    """Read a pickle and write JSON; say so in a line."""
+def main(source: str) -> None:
+    """Read a pickle and print it as a line of JSON."""
     try:
         with open(source, "rb") as file:
             content = plain(IndexUnpickler(file).load())
@@ -68,13 +69,7 @@ def main(source: str, target: str) -> None:
         sys.exit(f"can't read {source}: {error.strerror}")
     except Exception as error:  # of any kind, in a damaged pickle
         sys.exit(f"{source} is no pickle of index lists: {' '.join(str(error).split())}")
-    unfinished = Path(f"{target}.partial")
-    try:
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(unfinished, target)
-    except OSError as error:
-        sys.exit(f"can't write {target}: {error.strerror}")
-    print(f"wrote {target}: use it by --data.partition Given --data.partition.path {target}")
+    print(json.dumps(content))
 
 
 if __name__ == "__main__":

@@ -108,18 +108,20 @@ class Partition(ABC):
         """
         return None
 
-    def disjoint(self, parts: Sequence[Any], count: int, kind: str = "samples") -> Parts:
+    def disjoint(
+        self, parts: Sequence[Any], count: int | None = None, kind: str = "samples"
+    ) -> Parts:
         """Check that each position is of one client alone, and return the positions.
 
         Args:
             parts: For each client its positions.
-            count: Number of samples.
+            count: Number of samples; ``None`` if it is not known.
             kind: What the samples are called.
 
         Raises:
             ConfigurationError: Naming a client and a position.
         """
-        whose, checked = np.full(count, -1), []
+        checked = []
         for client, given in enumerate(parts):
             part = np.asarray(given)
             if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
@@ -128,19 +130,21 @@ class Partition(ABC):
                     f"shape {part.shape}"
                 )
             part = part.astype(np.int64)
-            if len(odd := part[(part < 0) | (part >= count)]):
-                raise ConfigurationError(
-                    f"{self.title} gives client {client} sample {odd[0]}, of {count} {kind}"
-                )
-            if len(taken := part[whose[part] >= 0]):
-                raise ConfigurationError(
-                    f"{self.title} gives sample {taken[0]} to client {whose[taken[0]]} and to "
-                    f"client {client}: every sample goes to at most one client"
-                )
-            whose[part] = client
-            if len(np.unique(part)) < len(part):
-                raise ConfigurationError(f"{self.title} gives client {client} a sample twice")
+            if len(odd := part[(part < 0) | (part >= (np.inf if count is None else count))]):
+                of = "" if count is None else f", of {count} {kind}"
+                raise ConfigurationError(f"{self.title} gives client {client} sample {odd[0]}{of}")
             checked.append(part)
+        given = np.concatenate([np.empty(0, np.int64), *checked])
+        whose = np.repeat(np.arange(len(checked)), [*map(len, checked)])
+        order = np.argsort(given, kind="stable")
+        for again in np.flatnonzero(np.diff(given[order]) == 0)[:1]:
+            one, other = whose[order[again : again + 2]]
+            if one == other:
+                raise ConfigurationError(f"{self.title} gives client {one} a sample twice")
+            raise ConfigurationError(
+                f"{self.title} gives sample {given[order[again]]} to client {one} and to "
+                f"client {other}: every sample goes to at most one client"
+            )
         return checked
 
 

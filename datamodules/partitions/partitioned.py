@@ -154,7 +154,8 @@ class PartitionedDataModule(FederatedDataModule):
         wanted = getattr(self, "num_clients", None)
         if wanted is not None and len(parts) != wanted:
             raise ConfigurationError(
-                f"{self.partition.title} gives {len(parts)} clients, not {wanted}"
+                f"{self.partition.title} gives {len(parts)} clients, not {wanted}: "
+                f"set num_clients to {len(parts)}"
             )
         return self.partition.disjoint(parts, count)
 

@@ -96,11 +96,14 @@ class NaturalClients(PartitionedDataModule):
                 f"{path} is missing{absence(self.root)}: write it by {INSTALL} and "
                 f"`pflight prepare natural --root {self.root}`"
             )
-        columns, facts = read_table(path, "pflight")
+        remedy = f"; write it again by `pflight prepare natural --root {self.root}`"
+        columns, facts = read_table(path, "pflight", remedy)
         if facts.get("name") != self.name:
-            raise ConfigurationError(f"{path} holds the set {facts.get('name')}")
+            raise ConfigurationError(f"{path} holds the set {facts.get('name')}{remedy}")
         if facts.get("fingerprint") != fingerprint(columns):
-            raise ConfigurationError(f"{path} is damaged: it does not match its fingerprint")
+            raise ConfigurationError(
+                f"{path} is damaged: it does not match its fingerprint{remedy}"
+            )
         self._columns, self._checksum = columns, int(facts["fingerprint"][:8], 16)
         names = [*dict.fromkeys(columns["client"])]
         number = {name: i for i, name in enumerate(names)}

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -330,15 +331,27 @@ def main(root: str) -> None:
         if find_spec(package) is None:
             sys.exit(f"the package {package} is missing: {INSTALL}")
     folder = Path(root, FOLDER)
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, one in SETS.items():
         read = one.read()
         if read is None:
             sys.exit(f"the installed version of {one.package} can't be read: {INSTALL} --upgrade")
         columns = table(one.columns(read), one.client)
         rows, clients = len(columns["client"]), len({*columns["client"]})
-        found = write(name, columns, folder)
+        with _writable(folder):
+            found = write(name, columns, folder)
         print(json.dumps([name, rows, clients, found]), flush=True)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """End in one line if the folder can't be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error  # pyarrow's is long
+        sys.exit(f"the folder {folder} can't be written: {reason}; give another --root")
 
 
 def _number(frame: Any, name: str) -> NDArray[np.float64]:

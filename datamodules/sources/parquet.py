@@ -110,12 +110,15 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
         raise _damaged(path, error) from error
 
 
-def read_table(path: Path, key: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+def read_table(
+    path: Path, key: str, remedy: str = ""
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Read a small parquet file at once, and the facts that were written with it.
 
     Args:
         path: The file.
         key: The name of the facts among the file's metadata. They are a mapping, as JSON.
+        remedy: The end of an error about damage or missing facts.
 
     Returns:
         The columns by name, ``[n]`` each, and the facts. Texts are objects, and a missing number is
@@ -136,9 +139,11 @@ def read_table(path: Path, key: str) -> tuple[dict[str, NDArray[Any]], dict[str,
     except ConfigurationError:
         raise
     except Exception as error:  # pyarrow's own, or those of damaged text.
-        raise _damaged(path, error) from error
+        raise _damaged(path, error, remedy) from error
     if not isinstance(facts, dict):
-        raise ConfigurationError(f"{path} has no facts about {key}: pflight has not written it")
+        raise ConfigurationError(
+            f"{path} has no facts about {key}: pflight has not written it{remedy}"
+        )
     return columns, facts
 
 
@@ -232,6 +237,6 @@ def _pyarrow(path: Path) -> Any:
     return parquet
 
 
-def _damaged(path: Path, error: Exception) -> ConfigurationError:
+def _damaged(path: Path, error: Exception, remedy: str = "") -> ConfigurationError:
     reason = " ".join(str(error).split())
-    return ConfigurationError(f"{path} is damaged: {reason}")
+    return ConfigurationError(f"{path} is damaged: {reason}{remedy}")

@@ -354,7 +354,10 @@ class FederationCLI(LightningCLI):
         try:
             path = folder.resolve("best")
         except ConfigurationError as error:
-            raise ConfigurationError(f"{error}; name another with --ckpt_path") from error
+            every = self._get(self.config, "trainer").check_val_every_n_epoch or 0
+            saved = folder.rounds_saved()
+            why = "" if saved is None or saved >= every else "; no validation has run"
+            raise ConfigurationError(f"{error}{why}; name another with --ckpt_path") from error
         say(f"{self.subcommand} uses {path}, the best of the run (--ckpt_path names another)")
         return str(path)
 

