@@ -75,16 +75,6 @@ NAMES: list[tuple[str, Classifier, ServerCallback, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.short(
-    "FedAvg*",
-    "Ditto-*",
-    "FedProx + *",
-    "FedEC-wo-*",
-    "Fed?WS-*",
-    "FeSEM-client*",
-    "Heur*",
-    "Mine-*",
-)
 @pytest.mark.parametrize(("name", "client", "callback", "options"), NAMES)
 def test_the_field_has_a_name_for_it(
     name: str, client: Classifier, callback: ServerCallback, options: dict[str, Any]
