@@ -158,15 +158,19 @@ class Clients(ClientWork):
         """Set what trains the clients, and what they do around it; by default that is the same."""
         self.client_method, self.outer_method = method, outer or method
 
-    def check(self, client: int) -> None:
+    def check(self, client: int, where: str = "") -> None:
         """Raise unless this is the id of a client.
+
+        Args:
+            client: The number.
+            where: What names it, for the error.
 
         Raises:
             ConfigurationError: Saying which there are.
         """
         if not 0 <= client < self.num_clients:
             known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
-            raise ConfigurationError(f"unknown client {client}: {known}")
+            raise ConfigurationError(f"{where and f'{where}: '}unknown client {client}: {known}")
 
     def prepare(
         self, callback: ServerSide, trainer: L.Trainer | None, head: Sequence[Any] | None

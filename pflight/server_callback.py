@@ -369,13 +369,15 @@ class ServerCallback(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, then call :meth:`on_state_loaded`."""
-        if differing := sorted(state_dict.keys() ^ self._states.keys()):
-            name, owner = type(self).__name__, "this run"
-            if differing[0] in state_dict:
-                owner = "the checkpoint"
+        saved, own = state_dict.keys(), self._states.keys()
+        sides = {"the checkpoint": saved - own, "this run": own - saved}
+        if found := [
+            f"only {one} has {', '.join(sorted(sides[one]))}" for one in sides if sides[one]
+        ]:
+            name = type(self).__name__
             raise ConfigurationError(
-                f"the checkpoint does not fit {name}: only {owner} has the state {differing[0]}. "
-                f"Resume with the options that {name} had"
+                f"the checkpoint does not fit {name}, by its state: {' and '.join(found)}. Resume "
+                f"with the options that {name} had"
             )
         for name, declared in self._states.items():
             setattr(self, name, declared.load(state_dict[name]))

@@ -494,7 +494,11 @@ def test_a_tied_weight_is_private_under_either_name(engine: str) -> None:
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ("*lora*", r"Private: '\*lora\*' matches none of network.*ork.0.bias.* and \d+ more"),
+        (
+            "*lora*",
+            r"Private: '\*lora\*' matches none of network.3.bias, network.1.bias, network.0.bias, "
+            "network.1.running_var, network.1.running_mean and 4 more",
+        ),
         (["head", "nothing"], r"Private: 'nothing' matches none of network"),
         (Layers(types=nn.Conv2d), r"Private: Layers\(.*\) selects no layer with a tensor"),
         (Layers("nothing"), r"Layers: 'nothing' matches none of the 3 layers"),

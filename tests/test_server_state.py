@@ -236,7 +236,9 @@ def test_a_checkpoint_with_other_state_is_refused(tmp_path: Path) -> None:
         return Own()
 
     fit(version("a", "b"), 1).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    with pytest.raises(ConfigurationError, match="only the checkpoint has the state b"):
+    with pytest.raises(
+        ConfigurationError, match="only the checkpoint has b and only this run has c"
+    ):
         fit(version("a", "c"), 2, ckpt_path=tmp_path / "run.ckpt")
 
 

@@ -199,11 +199,7 @@ class HetLoRA(FedAvg):
             rounded = (2 * largest * sizes + sizes.max()) // (2 * sizes.max()).clamp(min=1)
             return rounded.clamp(self.r_min, largest).cpu()
         for client, rank in self.ranks.items():
-            if client >= self.clients.num_clients:
-                raise ConfigurationError(
-                    f"HetLoRA: ranks names client {client}, but clients are 0 to "
-                    f"{self.clients.num_clients - 1}"
-                )
+            self.clients.check(client, "HetLoRA: ranks")
             if rank > most:
                 raise ConfigurationError(
                     f"HetLoRA: client {self.clients.numbered(client)} has rank {rank}, but the "

@@ -436,7 +436,7 @@ def test_resuming_is_exact(how: Any, tmp_path: Path) -> None:
         assert torch.equal(one.sizes, two.sizes)
         assert torch.equal(one.known, two.known)
     assert [h.bytes_down for h in whole.history] == [h.bytes_down for h in resumed.history]
-    with pytest.raises(ConfigurationError, match="only the checkpoint has the state side_path"):
+    with pytest.raises(ConfigurationError, match="only the checkpoint has side_path"):
         Federation.load_from_checkpoint(tmp_path / "4.ckpt", client=regressor(), callback=FedAvg())
 
 

@@ -527,7 +527,11 @@ def _with_bias() -> Regressor:
     ("make", "module", "said"),
     [
         (lambda: HetLoRA({1: 3}), two_ranks, "client 1 has rank 3, but the server's .* rank 2"),
-        (lambda: HetLoRA({2: 1}), two_ranks, "ranks names client 2, but clients are 0 to 1"),
+        (
+            lambda: HetLoRA({2: 1}),
+            two_ranks,
+            "HetLoRA: ranks: unknown client 2: clients are 0 to 1",
+        ),
         (lambda: HetLoRA(r_max=3), two_ranks, "r_min=1 and r_max=3 must be .* the rank 2 of"),
         (lambda: HetLoRA(r_min=2, r_max=1), two_ranks, "r_min=2 and r_max=1 must be in this order"),
         (HetLoRA, _half_frozen, r"HetLoRA trains both factors .*, and '.*lora_A.*' is frozen"),

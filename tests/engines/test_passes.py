@@ -251,7 +251,8 @@ def test_random_numbers_depend_on_round_and_client_alone(engine: str) -> None:
     once = clients.run(Draws(), ids, states)
     torch.rand(5)
     flipped = clients.run(Draws(), ids.flip(0), states[ids.flip(0)])
-    assert_alike(once, flipped[::-1])
+    for one, other in zip(once, flipped[::-1], strict=True):
+        assert torch.equal(one["z"], other["z"])
     assert len({tuple(own["z"].tolist()) for own in once if own}) == len(ids)
     other = fitted(engine, EQUAL)
     other.clients.history.append(other.clients.history[-1])
