@@ -63,13 +63,15 @@ class Dynamic(Corrected):
         linear = super().penalty(c)
         if linear is None or c.anchor is None:
             return None
-        return linear + self._weight(c) / 2 * squared_distance(c.weights, c.anchor)
+        weight = self._weight(c.mean_samples, c.num_samples)
+        return linear + weight / 2 * squared_distance(c.weights, c.anchor)
 
     def after_training(self, c: LocalClient) -> None:
         """Move :math:`g_i` by this training's change of the model."""
         assert c.anchor is not None
+        weight = self._weight(c.mean_samples, c.num_samples)
         for name, sent in c.anchor.items():
-            c.own[f"g.{name}"].sub_(self._weight(c) * (c.weights[name] - sent))
+            c.own[f"g.{name}"].sub_(weight * (c.weights[name] - sent))
 
     def mirror(
         self,
@@ -80,18 +82,18 @@ class Dynamic(Corrected):
         sent: TensorDict,
     ) -> TensorDict:
         """Move :math:`g_i` by the transformed update, so that H stays the mean of all."""
-        weight = torch.full((len(clients),), self.a, dtype=torch.double, device=clients.device)
-        if self.size:
-            weight = weight * work.mean_samples / work.num_samples_of(clients)
-        moved = {}
+        counts, moved = work.num_samples_of(clients), {}
         for name in work.layout.shared_parameters:
             own = starts[f"{OWN}g.{name}"]
-            scale = weight.to(own).view(-1, *[1] * (own.dim() - 1))
-            moved[f"{OWN}g.{name}"] = own - scale * (sent[name] - starts[name])
+            mean = torch.full_like(counts, work.mean_samples, dtype=own.dtype)  # as clients do
+            weight = self._weight(mean, counts).view(-1, *[1] * (own.dim() - 1))
+            moved[f"{OWN}g.{name}"] = own - weight * (sent[name] - starts[name])
         return TensorDict({**trained, **moved}, batch_size=trained.batch_size)
 
-    def _weight(self, c: LocalClient) -> Tensor | float:
-        return self.a * c.mean_samples / c.num_samples if self.size else self.a
+    def _weight(self, mean_samples: Tensor, num_samples: Tensor) -> Tensor:
+        if self.size:
+            return self.a * mean_samples / num_samples
+        return torch.full_like(mean_samples, self.a)
 
 
 @checked
