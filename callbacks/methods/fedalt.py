@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning import LightningModule
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 
 from pflight.adapters.pairs import factor_names, find_pairs
@@ -244,11 +245,11 @@ class FedALT(StoredModels):
             total = (leaf[counts > 0]).sum(0, dtype=torch.double)[None]
             count = counts.sum()[None]
             if clients is not None:
-                mine = counts[clients]
-                total = total - _rows(mine, leaf) * leaf[clients]
+                mine, rows = counts[clients], leaf[clients]
+                total = total - expand_as_right(mine, rows) * rows
                 count = count - mine
-            mean = total / _rows(count.clamp(min=1), leaf)
-            used = torch.where(_rows(count, leaf) > 0, mean, initial.to(mean))
+            mean = total / expand_as_right(count.clamp(min=1), total)
+            used = torch.where(expand_as_right(count, total) > 0, mean, initial.to(mean))
             found[other] = used.to(leaf.dtype)
         return found
 
@@ -256,11 +257,6 @@ class FedALT(StoredModels):
         """Return the server's model: the initial L, with R over all clients."""
         mean = {name: value[0] for name, value in self.others().items()}
         return [{**self.server.tensors(0), **mean}]
-
-
-def _rows(values: Tensor, leaf: Tensor) -> Tensor:
-    """Return numbers ``[C]`` in a form that multiplies rows of ``leaf``."""
-    return values.view(-1, *[1] * (leaf.dim() - 1))
 
 
 METHODS = (

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from pflight.local_client import LocalClient, LocalWork
@@ -207,7 +208,7 @@ class FedAMP(StoredModels):
         """Return each client's last trained model, or the mixture that it would be sent."""
         sent, known = self.broadcast(clients), self.received[clients.cpu()].to(clients.device)
         for name, own in entries(self.models_of(clients)):
-            keep = known.view(-1, *[1] * (own.dim() - 1))
+            keep = expand_as_right(known, own)
             sent[name] = torch.where(keep, own, sent[name])
         return self.clients.judged(clients, sent)
 

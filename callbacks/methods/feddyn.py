@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from pflight.local_client import LocalClient, LocalWork
@@ -86,7 +87,7 @@ class Dynamic(Corrected):
         for name in work.layout.shared_parameters:
             own = starts[f"{OWN}g.{name}"]
             mean = torch.full_like(counts, work.mean_samples, dtype=own.dtype)  # as clients do
-            weight = self._weight(mean, counts).view(-1, *[1] * (own.dim() - 1))
+            weight = expand_as_right(self._weight(mean, counts), own)
             moved[f"{OWN}g.{name}"] = own - weight * (sent[name] - starts[name])
         return TensorDict({**trained, **moved}, batch_size=trained.batch_size)
 

@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
@@ -403,5 +404,5 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
 
 def _shrink(mean: Tensor, counts: Tensor, prior: float, options: BBPMAP) -> Tensor:
     """Return the MAP estimate of each neuron from the mean of its ``counts`` members."""
-    precision = (counts / options.sigma).to(mean).view(-1, *[1] * (mean.ndim - 1))
+    precision = expand_as_right((counts / options.sigma).to(mean), mean)
     return (prior / options.sigma0 + precision * mean) / (1 / options.sigma0 + precision)

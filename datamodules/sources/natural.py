@@ -51,6 +51,8 @@ class NaturalClients(PartitionedDataModule):
         name: The data set.
         root: Folder in which ``pflight prepare natural --root`` has written the files.
         num_clients: Take only so many clients, drawn at random; ``null`` means all.
+        half: Take only the ``first`` half of the clients, as to pre-train a model, or the
+            ``second``, as to adapt it: every second one, whatever the seed. ``null`` means both.
         holdout_clients: Share of the clients that never train and are tested as newcomers.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
@@ -70,6 +72,7 @@ class NaturalClients(PartitionedDataModule):
         root: str = "data",
         num_clients: PositiveInt | None = None,
         holdout_clients: float = 0.2,
+        half: Literal["first", "second"] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -84,7 +87,9 @@ class NaturalClients(PartitionedDataModule):
         )
         self.name = name
         self.root = root
+        self.half = half
         self._columns: Columns = {}
+        self._rows = np.empty(0, bool)
         self._checksum = 0
 
     def load(self) -> Samples:
@@ -106,9 +111,12 @@ class NaturalClients(PartitionedDataModule):
             )
         self._columns, self._checksum = columns, int(facts["fingerprint"][:8], 16)
         names = [*dict.fromkeys(columns["client"])]
+        if self.half is not None:
+            names = names[("first", "second").index(self.half) :: 2]
         number = {name: i for i, name in enumerate(names)}
-        groups = np.array([number[name] for name in columns["client"]])
-        labels = torch.from_numpy(columns["label"].astype(np.int64))
+        self._rows = np.array([name in number for name in columns["client"]])
+        groups = np.array([number[name] for name in columns["client"][self._rows]])
+        labels = torch.from_numpy(columns["label"][self._rows].astype(np.int64))
         return Samples(torch.empty(len(labels), 0), labels, groups, names=names)
 
     def fitted(self, samples: Samples) -> Samples:
@@ -119,12 +127,13 @@ class NaturalClients(PartitionedDataModule):
         for name, values in self._columns.items():
             if name in NOT_FEATURES:
                 continue
-            if values.dtype.kind == "O":
-                found |= {f"{name}={value}": values == value for value in sorted({*values})}
+            own = values[self._rows]
+            if values.dtype.kind == "O":  # each half has the features of both
+                found |= {f"{name}={value}": own == value for value in sorted({*values})}
             elif values.dtype.kind == "b":
-                found[name] = values
+                found[name] = own
             else:
-                found[name] = _standardised(values, rows)
+                found[name] = _standardised(own, rows)
         self.features = [*found]
         self._columns = {}
         x = np.stack([*found.values()], axis=1).astype(np.float32)
@@ -145,7 +154,8 @@ class NaturalClients(PartitionedDataModule):
             if recordings is None:
                 split = _by_fold(len(part), random, turn)
             else:
-                split = _by_recording(labels[part], recordings[part], random, turn)
+                own = recordings[self._rows][part]
+                split = _by_recording(labels[part], own, random, turn)
             for parts, number in ((train, 2), (val, 1), (test, 0)):
                 parts.append(part[split == number])
         return train, val, test

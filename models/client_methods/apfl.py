@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.func import grad_and_value
 
@@ -81,7 +82,7 @@ class Mixed(ClientMethod):
         own = states[personal]
         if not own.is_floating_point():
             return own
-        alpha = states[f"{OWN}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        alpha = expand_as_right(states[f"{OWN}alpha"].to(own.dtype), own)
         return alpha * own + (1 - alpha) * states[shared]
 
 

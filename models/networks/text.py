@@ -29,12 +29,9 @@ class CausalTransformer(nn.Module):
         width: Numbers that represent a token; a multiple of ``heads``.
         layers: Number of blocks.
         heads: Heads of attention in a block.
-        weights: A file with the weights of such a network: a checkpoint of a Trainer's run whose
-            module has it as ``network``, or safetensors. ``null`` means random weights.
 
     Raises:
-        ConfigurationError: transformers is missing, an option is out of range, or the file is
-            missing, can't be read, or is of another network.
+        ConfigurationError: transformers is missing, or an option is out of range.
 
     Example:
         >>> import torch
@@ -50,7 +47,6 @@ class CausalTransformer(nn.Module):
         width: PositiveInt = 128,
         layers: PositiveInt = 4,
         heads: PositiveInt = 4,
-        weights: str | None = None,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -72,8 +68,6 @@ class CausalTransformer(nn.Module):
             eos_token_id=0,
         )
         self.model = transformers.GPT2LMHeadModel(config)
-        if weights is not None:
-            _load(self, Path(weights))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits ``[batch, length, vocabulary]`` of the tokens after ``ids``."""
@@ -95,9 +89,13 @@ class LoRA(nn.Module):
         alpha: The adapters' output is multiplied by ``alpha / rank``.
         dropout: Dropout of the adapters' inputs in training.
         trained: Names of further layers that train as a whole, such as a head.
+        weights: A file with the network's weights: a checkpoint of a Trainer's run whose module has
+            it as ``network``, or safetensors, also those of ``pflight export RUN --server``.
+            ``null`` leaves the network as it is.
 
     Raises:
-        ConfigurationError: peft is missing, or can't adapt these layers.
+        ConfigurationError: peft is missing, or can't adapt these layers. The file of weights is
+            missing, can't be read, or is of another network.
 
     Attributes:
         model: The network as a ``PeftModel``.
@@ -118,8 +116,11 @@ class LoRA(nn.Module):
         alpha: PositiveFloat = 16.0,
         dropout: Annotated[float, Interval("[0, 1)")] = 0.0,
         trained: Sequence[str] = (),
+        weights: str | None = None,
     ) -> None:
         super().__init__()
+        if weights is not None:
+            _load(network, Path(weights))
         peft = _library("peft", type(self).__name__)
         config = peft.LoraConfig(
             r=rank,
@@ -158,21 +159,25 @@ def _load(network: nn.Module, path: Path) -> None:
     """Load the weights of a network from a file that is not trusted.
 
     Raises:
-        ConfigurationError: See :class:`CausalTransformer`.
+        ConfigurationError: See :class:`LoRA`.
     """
-    name = type(network).__name__
     if not path.is_file():
-        raise ConfigurationError(f"{name}: there is no file of weights {path}")
+        raise ConfigurationError(f"LoRA: there is no file of weights {path}")
     try:
         if path.suffix == ".safetensors":
-            _library("safetensors.torch", name).load_model(network, path)
-            return
-        saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+            saved = _library("safetensors.torch", "LoRA").load_file(path)
+        else:
+            saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
         first = "network."
-        network.load_state_dict(
-            {entry.removeprefix(first): saved[entry] for entry in saved if entry.startswith(first)}
-        )
+        inner = {name.removeprefix(first): saved[name] for name in saved if name.startswith(first)}
+        saved = inner or saved
+        entries = network.state_dict()
+        given = {entries[name].data_ptr(): saved[name] for name in entries if name in saved}
+        tied = {
+            name: given[one.data_ptr()] for name, one in entries.items() if one.data_ptr() in given
+        }
+        network.load_state_dict({**tied, **saved})
     except ConfigurationError:
         raise
     except Exception as error:  # of damaged files, and of other networks' weights
-        raise ConfigurationError(f"{name}: can't load {path}: {described(error)}") from error
+        raise ConfigurationError(f"LoRA: can't load {path}: {described(error)}") from error

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 
@@ -34,8 +35,9 @@ def all_max(tensor: Tensor) -> Tensor:
 def share_owned(table: Tensor, clients: Tensor) -> None:
     """Copy the rows of clients ``[C]`` in a table ``[N, ...]`` from their owners to all ranks."""
     if is_distributed():
-        mine = torch.isin(clients, owned(clients)).view(-1, *[1] * (table.dim() - 1))
-        set_by_owners = torch.where(mine, table.index_select(0, clients), 0)
+        rows = table.index_select(0, clients)
+        mine = expand_as_right(torch.isin(clients, owned(clients)), rows)
+        set_by_owners = torch.where(mine, rows, 0)
         table.index_copy_(0, clients, all_sum(set_by_owners))
 
 

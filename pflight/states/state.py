@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
@@ -521,7 +522,7 @@ class WeightedMean:
         """Return the means ``[groups]``. The mean of a group with zero weight is meaningless."""
         means = {}
         for name, total in self.sums.items():
-            weights = self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))
+            weights = expand_as_right(self.weights.to(total.dtype), total)
             means[name] = (total / weights).to(self._dtypes[name])
         return TensorDict({**means, **self.maxima}, batch_size=[len(self.weights)])
 

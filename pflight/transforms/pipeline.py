@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
@@ -157,7 +158,7 @@ class Pipeline:
         for name, part in self._parts(w, self.parameters + self.buffers):
             here = states[name]
             moved = self._moved(sent, name, part, here)
-            rows = as_trained[name].view(-1, *[1] * (here.dim() - 1))
+            rows = expand_as_right(as_trained[name], here)
             message[name] = torch.where(rows, here, moved)
         memory = None
         if self.remembers and left is not None:

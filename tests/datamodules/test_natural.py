@@ -29,6 +29,7 @@ from pflight.models import Classifier, LogisticRegression
 ROOT = Path(__file__).parents[2]
 PAGE, COMPARISON = ROOT / "docs" / "natural.md", ROOT / "configs" / "comparison"
 SPLITS = "train", "val", "test"
+HALVES = "first", "second"
 random = np.random.default_rng(0)
 
 
@@ -296,6 +297,27 @@ class TestSplits:
             whole = all_.client_names.index(name)
             for split in SPLITS:
                 assert positions(few, split)[client] == positions(all_, split)[whole]
+
+    def test_each_client_is_in_one_half_whatever_the_seed(self, root):
+        names = ready(root).client_names
+        halves = [ready(root, half=half, seed=seed) for seed in (0, 7) for half in HALVES]
+        assert [half.client_names for half in halves] == [names[::2], names[1::2]] * 2
+        for half in halves:
+            counts = [len(half.samples(i, split)[1]) for i in range(5) for split in SPLITS]
+            assert sum(counts) == 5 * 24
+
+    def test_a_half_has_the_rows_of_its_clients_and_all_features(self, root):
+        both = ready(root, "exercises")
+        for k, name in enumerate(HALVES):
+            half = ready(root, "exercises", half=name)
+            for i in range(half.num_clients):
+                own, same = (
+                    torch.cat([data.samples(client, split)[1] for split in SPLITS])
+                    for data, client in ((half, i), (both, 2 * i + k))
+                )
+                assert torch.equal(own.sort().values, same.sort().values)
+        halves = [ready(root, "stops", half=half, holdout_clients=0) for half in HALVES]
+        assert halves[0].features == halves[1].features == ready(root, "stops").features
 
     def test_a_recording_is_of_one_split(self, root):
         recordings = parquet.read_table(f"{root}/natural/exercises.parquet").column("recording")

@@ -37,8 +37,8 @@ def text(folder: Path) -> str:
     options |= {"root": write_plays(folder, roles=2, length=20), "half": None, "length": 16}
     options |= {"min_characters": 200, "batch_size": 4}
     network = client["network"]["init_args"]
-    network |= {"rank": 2, "targets": ["c_attn"]}
-    network["network"]["init_args"] |= {"width": 16, "heads": 2, "length": 16, "weights": None}
+    network |= {"rank": 2, "targets": ["c_attn"], "weights": None}
+    network["network"]["init_args"] |= {"width": 16, "heads": 2, "length": 16}
     config["trainer"]["max_epochs"] = 2
     return yaml.safe_dump(config)
 

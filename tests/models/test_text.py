@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pflight.adapters.export import write_model
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
@@ -60,35 +61,6 @@ class TestCausalTransformer:
         assert torch.allclose(model(one)[:, :4], model(other)[:, :4], atol=1e-6)
         assert not torch.allclose(model(one)[:, 4:], model(other)[:, 4:])
 
-    @pytest.mark.parametrize("form", ["safetensors", "checkpoint"])
-    def test_loads_weights(self, form, tmp_path):
-        trained = LanguageModel(network(seed=3))
-        if form == "safetensors":
-            path = tmp_path / "weights.safetensors"
-            safetensors.save_model(trained.network, path)
-        else:
-            path = tmp_path / "last.ckpt"
-            trainer = quiet_trainer(1, limit_train_batches=0)
-            loader = torch.utils.data.DataLoader([(ids()[0], ids()[0])])
-            trainer.fit(trained, loader, loader)
-            trainer.save_checkpoint(path)
-        loaded = network(weights=str(path))
-        assert torch.equal(loaded(ids()), trained.network(ids()))
-        assert not torch.equal(loaded(ids()), network()(ids()))
-
-    def test_odd_files_are_named(self, tmp_path):
-        with pytest.raises(ConfigurationError, match=r"no file of weights .*nowhere\.ckpt"):
-            network(weights=str(tmp_path / "nowhere.ckpt"))
-        path = tmp_path / "odd.ckpt"
-        path.write_bytes(b"odd")
-        with pytest.raises(ConfigurationError, match=r"can't load .*odd\.ckpt"):
-            network(weights=str(path))
-        wider = CausalTransformer(**{**SHAPE, "width": 32})
-        path = tmp_path / "wider.safetensors"
-        safetensors.save_model(wider, path)
-        with pytest.raises(ConfigurationError, match=r"wider\.safetensors.*size mismatch"):
-            network(weights=str(path))
-
     def test_odd_options_are_named(self):
         with pytest.raises(ConfigurationError, match="width must be a multiple of heads=2, got 15"):
             CausalTransformer(**{**SHAPE, "width": 15})
@@ -119,6 +91,36 @@ class TestLoRA:
     def test_odd_layers_are_named(self):
         with pytest.raises(ConfigurationError, match=r"LoRA: .*nothing"):
             LoRA(network(), ["nothing"])
+
+    @pytest.mark.parametrize("form", ["safetensors", "checkpoint", "export"])
+    def test_loads_weights_of_its_network(self, form, tmp_path):
+        trained, path = LanguageModel(network(seed=3), sgd(0.5)), tmp_path / "weights.safetensors"
+        if form == "safetensors":
+            safetensors.save_model(trained.network, path)
+        elif form == "checkpoint":
+            path = tmp_path / "last.ckpt"
+            trainer = quiet_trainer(1, limit_train_batches=0)
+            loader = torch.utils.data.DataLoader([(ids()[0], ids()[0])])
+            trainer.fit(trained, loader, loader)
+            trainer.save_checkpoint(path)
+        else:
+            (path,) = write_model(trained, tmp_path / "out")
+        own = adapted(weights=str(path)).network  # whose adapters begin at 0
+        assert torch.equal(own(ids()), trained.network(ids()))
+        assert not torch.equal(own(ids()), adapted().network(ids()))
+
+    def test_odd_files_are_named(self, tmp_path):
+        with pytest.raises(ConfigurationError, match=r"LoRA: there is no file .*nowhere\.ckpt"):
+            adapted(weights=str(tmp_path / "nowhere.ckpt"))
+        path = tmp_path / "odd.ckpt"
+        path.write_bytes(b"odd")
+        with pytest.raises(ConfigurationError, match=r"can't load .*odd\.ckpt"):
+            adapted(weights=str(path))
+        wider = CausalTransformer(**{**SHAPE, "width": 32})
+        path = tmp_path / "wider.safetensors"
+        safetensors.save_model(wider, path)
+        with pytest.raises(ConfigurationError, match=r"wider\.safetensors.*size mismatch"):
+            adapted(weights=str(path))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
@@ -374,6 +375,5 @@ def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tens
     norms = torch.stack([torch.linalg.vector_norm(rows(g), dim=1) for g in gradients])
     scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     return [
-        gradient * scale.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype)
-        for gradient in gradients
+        gradient * expand_as_right(scale.to(gradient.dtype), gradient) for gradient in gradients
     ]

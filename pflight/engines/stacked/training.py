@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from pflight.engines.base import means_of
@@ -310,8 +311,7 @@ class StackedTraining:
                 gradients = self._gradients(group, chunk, parameters, others)
                 for name, gradient in gradients.items():
                     share = group.size / counts[group.rows].to(gradient)
-                    share = share.view(-1, *[1] * (gradient.dim() - 1))
-                    chunk.results[name][group.rows] += gradient * share
+                    chunk.results[name][group.rows] += gradient * expand_as_right(share, gradient)
 
     def _take_steps(self, chunk: Chunk, batches: Batches, phase: Phase | None = None) -> None:
         """Take the steps of a phase's batches."""
