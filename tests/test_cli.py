@@ -918,10 +918,11 @@ class TestConfigs:
         folder = files("pflight.configs")
         assert {p.name for p in folder.iterdir() if p.name.endswith(".yaml")} == {
             "centralized.yaml",
+            "pretrain_films.yaml",
             "pretrain_shakespeare.yaml",
             "quickstart.yaml",
         }
-        # tests/datamodules/test_shakespeare.py tries the data of a package.
+        # tests/datamodules/test_shakespeare.py and test_natural.py try the data of packages.
         tried = {f"{one}.yaml" for one in (*NETWORKS, "shakespeare")}
         assert {p.name for p in (folder / "data").iterdir()} == tried
 

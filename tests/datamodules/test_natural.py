@@ -398,6 +398,26 @@ def test_the_command_line_trains_on_a_set(root, tmp_path, monkeypatch, capsys):
     assert "newcomers" in capsys.readouterr().out.lower()
 
 
+def test_adapters_start_from_what_half_of_the_clients_trained(root, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    base = f"--data.data.root={root}", "--model.network.in_features=4", "--trainer.max_epochs=1"
+    main(["fit", "--config=configs/pretrain_films.yaml", *base])
+    configs = (
+        "--config=configs/comparison/adapters_films.yaml",
+        "--config=configs/algorithm/fedit.yaml",
+    )
+    inner = "--model.client.network.network.in_features=4"
+    own = f"--data.root={root}", inner, "--data.num_clients=null", "--data.holdout_clients=0"
+    main(["fit", *configs, *own, "--trainer.max_epochs=2"])
+    main(["export", "runs/default", "--client", "0", "--out", "adapter"])
+    adapter = load_file("adapter/adapter_model.safetensors")
+    assert {tuple(t.shape) for name, t in adapter.items() if "lora_A" in name} == {(4, 4), (4, 64)}
+    assert capsys.readouterr().out
+
+
 def trained(root: str, engine: str) -> torch.Tensor:
     """Return the weights of one model after two rounds."""
     torch.manual_seed(0)
