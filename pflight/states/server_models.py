@@ -377,8 +377,6 @@ class BufferWatch:
         """Compare the buffers that the clients ``[C]`` received and returned."""
         states = updates.states
         names = sorted(self._names.intersection(sent.keys(), states.keys()))
-        if not names:
-            return
         rows = torch.isin(clients, updates.clients)
         changed = [name for name in names if self._differ(sent[name][rows], states[name])]
         if not changed:

@@ -52,6 +52,7 @@ def test_d1(engine: str) -> None:
     assert shared(one) == pytest.approx([0.5766666667, 0.3833333333], abs=1e-9)
     assert lead(one) == pytest.approx([0.2883333333, 0.1916666667], abs=1e-9)
     assert own(one, 0) == pytest.approx([-0.0925, 0.175], abs=1e-12)
+    assert one.callback.bytes_kept == 2 * 8  # g
     two = run(quadratic_client(), world_q(), FedDyn(a=0.5), 2, **options)
     assert shared(two) == pytest.approx([1.115025, 0.737708], abs=1e-6)
     assert lead(two) == pytest.approx([0.413346, 0.273021], abs=1e-6)
@@ -112,6 +113,7 @@ def test_judged_by_the_mean_of_all_clients_last_models() -> None:
     case = Normalised.make()
     callback = FedDyn(0.3, judged="mean")
     federation = case.run(callback)
+    assert callback.bytes_kept == 2 * 8 * len(case.theta)  # g and the last model
     assert len({i for entry in federation.history for i in entry.clients}) < 6
     last, theta, norms = np.tile(case.theta, (6, 1)), case.theta, case.statistics
     h, g = 0.0, np.zeros((6, len(theta)))
