@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import lightning as L
@@ -16,7 +17,7 @@ from .data.client_names import drawn
 from .data.data_module import FederatedDataModule
 from .data.loaders import SPLITS, Split
 from .engines.alone.engine import Engine, SequentialEngine
-from .engines.base import finite_rows
+from .engines.base import finite_rows, what_is_odd
 from .engines.client_setup import ClientSetup
 from .engines.passes import Rows, Sums
 from .errors import ConfigurationError
@@ -28,6 +29,7 @@ from .runs.distributed import all_sum
 from .runs.failures import Failures
 from .runs.memory import ClientMemory
 from .states.head import Head, head_of
+from .states.made import made
 from .states.server_models import ServerModels
 from .states.state import StateLayout, entries, state_bytes
 from .states.updates import ClientFailure, ClientUpdates, Kept
@@ -378,7 +380,7 @@ class ClientWork:
             epochs: Local epochs, in place of the federation's own epochs or steps.
             returns: Names of the entries that they send back; by default all that travel.
         """
-        starts = self.outer_method.before_training(self, clients, sent)
+        starts = self.before_training(clients, sent)
         updates = self.attached_engine.train(
             clients,
             starts,
@@ -416,9 +418,9 @@ class ClientWork:
             returned = self.callback.sent_names if returns is None else returns
             names = [name for name in returned if name in updates.states]
             updates = replace(updates, states=updates.states.select(*names))
-            self.aside.up += self.bytes_up(updates)
+            self.aside.up += self.packed_bytes_up(updates)
 
-    def bytes_up(self, updates: ClientUpdates) -> int:
+    def packed_bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes that clients sent, packed where a transform allows it."""
         assert self.callback is not None
         return self.callback.bytes_up(updates) - updates.bytes_saved * len(updates.clients)
@@ -464,10 +466,12 @@ class ClientWork:
         if keep and pipeline.remembers:
             empty = pipeline.empty_memory(len(ids), ids.device)
             memory = self.memory.read(pipeline.slot, ids, empty)
-        updates, left = pipeline.run(sent, updates, memory, self._random_transform)
+        first = self.rounds == 0
+        updates, left = pipeline.run(sent, updates, memory, self._random_transform, first)
+        sound = self._sound(updates)
         if keep and left is not None:
-            self.memory.write(pipeline.slot, ids, left)
-        return updates
+            self.memory.write(pipeline.slot, ids[sound], left[sound])
+        return updates.where(sound)
 
     def _random_transform(self, client: int) -> torch.Generator:
         return generator(Purpose.TRANSFORM, self.seed, self.rounds, client)
@@ -510,6 +514,11 @@ class ClientWork:
         self, look: Pass, clients: Tensor, states: TensorDict
     ) -> list[dict[str, Tensor] | None]:
         """Return what a pass finds out of each client's own samples, by client."""
+        if look.split not in SPLITS or (look.batch_size or 1) < 1 or look.batch_size == 0:
+            raise ConfigurationError(
+                f"{type(look).__name__}: split must be one of {', '.join(SPLITS)} and batch_size a "
+                f"positive number or None, got {look.split!r} and {look.batch_size!r}"
+            )
         found, failures = self.attached_engine.run(look, clients, states, round_index=self.rounds)
         self.note_failures(failures, "to look through its samples")
         failed = {failure.client for failure in failures}
@@ -571,6 +580,22 @@ class ClientWork:
         self.note_failures(updates.failures, doing)
         return _or_nan(updates, clients, starts)
 
+    def before_training(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the states ``[C]`` from which clients train that are sent this."""
+        make = partial(self.outer_method.before_training, self, clients, sent)
+        return self.made("before_training()", clients, make, sent)
+
+    def made(
+        self, what: str, clients: Tensor, make: Callable[[], TensorDict], given: TensorDict
+    ) -> TensorDict:
+        """Return full states ``[C]`` that the client method makes of what it is given.
+
+        Raises:
+            ConfigurationError: As in :func:`~pflight.states.made.made`.
+        """
+        whose = f"{type(self.outer_method).__name__}.{what}"
+        return made(whose, self.layout, clients, make, given, self.server.parameters())
+
     def finished(
         self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
     ) -> ClientUpdates:
@@ -579,11 +604,21 @@ class ClientWork:
             return updates
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
-        states = self.outer_method.finish(self, updates.clients, starts, updates.states)
-        sound = torch.tensor(finite_rows(states), dtype=torch.bool)
-        odd = updates.clients[~sound.to(updates.clients.device)].tolist()
-        self.note_failures(ClientFailure(i, "what it sends is NaN or infinite") for i in odd)
-        return replace(updates, states=states).where(sound)
+        ids, trained = updates.clients, updates.states
+        make = partial(self.outer_method.finish, self, ids, starts, trained)
+        states = self.made("finish()", ids, make, starts)
+        updates = replace(updates, states=states)
+        return updates.where(self._sound(updates))
+
+    def _sound(self, updates: ClientUpdates) -> Tensor:
+        """Return a mask ``[C]`` of clients whose state is finite; the others have failed."""
+        sound = torch.tensor(finite_rows(updates.states), dtype=torch.bool)
+        odd = (~sound).nonzero().flatten().tolist()
+        self.note_failures(
+            ClientFailure(int(updates.clients[row]), what_is_odd(updates.states[row : row + 1]))
+            for row in odd
+        )
+        return sound.to(updates.clients.device)
 
     # Failures
 

@@ -44,8 +44,9 @@ from .runs.failures import Failures
 from .runs.host import check_fits, readable
 from .runs.memory import ClientMemory, MappedMemory
 from .states.head import Head, has_plain_head, mark, trace
+from .states.made import called
 from .states.server_models import BufferWatch, ServerModels
-from .states.state import StateLayout, entries, expand_state, largest_values, moved
+from .states.state import StateLayout, expand_state, largest_values, moved
 from .states.updates import ClientFailure, ClientUpdates, Kept
 
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -199,7 +200,13 @@ class Clients(ClientWork):
         if callback.sends_model and not layout.shared_parameters:
             raise ConfigurationError(nothing_sent(callback))
         layout = layout_with(self.client_method, layout)
-        self.layout = layout.with_private(callback.staying_names(self.module, layout))
+        private = callback.staying_names(self.module, layout)
+        if unknown := sorted(private - {*layout.names}):
+            raise ConfigurationError(
+                f"{type(callback).__name__}.private_names() has {unknown[0]!r}, which is no entry "
+                f"of a client's state{called(unknown[0], layout)}"
+            )
+        self.layout = layout.with_private(private)
         self.buffers = BufferWatch(self.module, self.layout)
         return self.layout
 
@@ -247,7 +254,8 @@ class Clients(ClientWork):
         self._as_copied = settings_of(self.module)
         if self.client_method.needs_classes:
             _ = setup.class_counts  # which says before the start if there are none
-        self.engine, choice = build_engine(wanted, clients_at_once, setup, self._warned)
+        in_steps = self.training.steps is not None
+        self.engine, choice = build_engine(wanted, clients_at_once, setup, self._warned, in_steps)
         self._learner = None
         choice = replace(choice, reason=reason) if reason else choice
         rank_zero_only(_log.info)(str(choice))
@@ -304,7 +312,7 @@ class Clients(ClientWork):
             max_chunk: Clients in a chunk, at most.
             keep: Whether the clients keep what they have learnt.
         """
-        work = partial(self._train, epochs=epochs)
+        work = partial(self.train_chunk, epochs=epochs)
         work = work if keep else partial(work, keep=False)
         for chunk in self._chunks(clients, multiple_of, max_chunk):
             yield self._ask(chunk, send(chunk), work, returns)
@@ -325,7 +333,7 @@ class Clients(ClientWork):
             batches: Take them over so many mini-batches in place of all samples.
             returns: As in :meth:`train`.
         """
-        work = partial(self._take_gradients, batches=batches)
+        work = partial(self.gradients_of_chunk, batches=batches)
         for chunk in self._chunks(clients):
             yield self._ask(chunk, send(chunk), work, returns)
 
@@ -371,17 +379,8 @@ class Clients(ClientWork):
         rule = self.outer_method.models().get(tag)
         if rule is None:
             return states
-        # The server's models and clients' memory may be views of these.
-        given = [leaf for _, leaf in entries(states) if not leaf.is_inference()]
-        before = [leaf._version for leaf in given]
-        made = rule(self, clients, sent, states)
-        if before != [leaf._version for leaf in given]:
-            name = type(self.outer_method).__name__
-            raise ConfigurationError(
-                f"{name}.models(): the rule of {tag!r} changes tensors in place: it has to replace "
-                "entries of the states"
-            )
-        return made
+        make = partial(rule, self, clients, sent, states)
+        return self.made(f"models(): the rule of {tag!r}", clients, make, states)
 
     def by_tuning(self, clients: Tensor) -> list[tuple[Tensor, int]]:
         """Group the clients ``[C]`` by how many epochs they are fine-tuned before they are judged.
@@ -517,10 +516,10 @@ class Clients(ClientWork):
             )
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
-        entry.bytes_up += self.bytes_up(updates)
+        entry.bytes_up += self.packed_bytes_up(updates)
         return updates
 
-    def _train(
+    def train_chunk(
         self,
         clients: Tensor,
         sent: TensorDict,
@@ -528,8 +527,17 @@ class Clients(ClientWork):
         epochs: int | None = None,
         keep: bool = True,
     ) -> ClientUpdates:
+        """Return what clients of a chunk ``[C]`` send after training, also at a node.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            returns: Names of the entries that they send back.
+            epochs: Number of local epochs; by default as the federation says.
+            keep: Whether they keep private entries and memory.
+        """
         engine = self.attached_engine
-        starts = self.outer_method.before_training(self, clients, sent)
+        starts = self.before_training(clients, sent)
         kept: Kept | None = None
         if self.client_method.remembers:
             kept = self.all_remembered(clients, starts)
@@ -551,6 +559,8 @@ class Clients(ClientWork):
         message = self.transformed(clients, sent, updates, returns, keep=keep)
         if not keep:
             return message
+        if len(message.clients) < len(updates.clients):
+            updates = updates.where(torch.isin(updates.clients, message.clients))
         ids = updates.clients
         if len(ids) < len(clients):
             starts = starts[torch.isin(clients, ids)]
@@ -565,13 +575,21 @@ class Clients(ClientWork):
         self.outer_method.keep(self, ids, starts, updates.states)
         return message
 
-    def _take_gradients(
+    def gradients_of_chunk(
         self,
         clients: Tensor,
         sent: TensorDict,
         returns: Collection[str],
         batches: int | None = None,
     ) -> ClientUpdates:
+        """Return the gradients that clients of a chunk ``[C]`` send, also at a node.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            returns: Names of the entries that they send back.
+            batches: Number of batches; by default all.
+        """
         engine, index = self.attached_engine, self.current.entry.index
         starts = self.start_states(clients, sent)
         updates = engine.gradients(clients, starts, round_index=index, batches=batches)

@@ -249,7 +249,8 @@ class Federation(L.LightningModule):
         """Check the Trainer's options, and add FedAvg if there is no server callback."""
         check_trainer(self.trainer, self.client)
         server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
-        return [*server, WaitingSchedule()]
+        kinds = {type(callback) for callback in self.trainer.callbacks}
+        return server if WaitingSchedule in kinds else [*server, WaitingSchedule()]
 
     def setup(self, stage: str) -> None:
         """Connect client, data and callback, and set the server up the first time."""

@@ -316,8 +316,14 @@ class Batches:
     def __init__(self, sizes: Sequence[int], batches: Iterable[Any]) -> None:
         self.sizes = sizes
         self._batches = batches
+        self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            raise RuntimeError(
+                "the batches of a pass can be gone through once: keep them in a list"
+            )
+        self._begun = True
         return iter(self._batches)
 
 
@@ -381,7 +387,8 @@ class LocalWork(Protocol):
     def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
         """Return each client's gradient over all its samples, at its state, by parameter ``[C]``.
 
-        No buffer changes. A client whose pass fails is left out and gets NaN, with which its
+        It is that of the client method's loss, with its penalty and the terms of modifiers. No
+        buffer changes. A client whose pass fails is left out and gets NaN, with which its
         training fails as well.
         """
 

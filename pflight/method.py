@@ -72,8 +72,8 @@ class ClientMethod:
         averages_samples: Whether what it adds to the loss is a mean over samples, or does not
             depend on them. Only then may batches be padded.
         personal: The client method by which each client trains a second, personal copy of its
-            module on the same batches, by which it is judged and which never travels; ``None`` for
-            no copy.
+            module on the same batches, which never travels; ``None`` for no copy.
+            :class:`~pflight.models.client_methods.Personal` also judges clients by it.
         needs_head: Whether it looks at features, the input of the module's head.
         needs_classes: Whether it needs a module with ``num_classes``, and samples with classes.
         extra_options: Options of the optimizer for the parameters of :meth:`extra`, such as their
@@ -514,7 +514,12 @@ def layout_with(client_method: ClientMethod, layout: StateLayout) -> StateLayout
     """
     shared = client_method.own_of == "shared" and layout.shared_parameters
     weights = {name: layout.template[name] for name in shared or layout.parameters}
-    own = {f"{OWN}{name}": tensor for name, tensor in client_method.state(weights).items()}
+    own = {}
+    for name, tensor in client_method.state(weights).items():
+        if not isinstance(tensor, Tensor):
+            kind = type(client_method).__name__
+            raise ConfigurationError(f"{kind}.state(): {name!r} must be a tensor, got {tensor!r}")
+        own[f"{OWN}{name}"] = tensor
     if client_method.personal is not None:
         layout = layout.with_copy(PERSONAL)
     return layout.with_entries(own)

@@ -21,24 +21,29 @@ from torch import Tensor, nn
 class Purpose(IntEnum):
     """The purpose of a stream of random numbers. Streams of two purposes are independent."""
 
-    PARTITION = 0
-    COHORT = 1
-    DROPOUT = 2
-    ORDER = 3
-    TRAIN = 4
-    FINETUNE = 5
-    SERVER = 6
-    SAMPLE = 7
+    # Keyed by the seed of the data module
+    PARTITION = 0  # who has which samples, and who is a newcomer
+    COHORT = 1  # who trains in a round
+    DROPOUT = 2  # who does not answer in a round
+    ORDER = 3  # the batches of a client in an epoch
+    SAMPLE = 7  # which clients or samples are looked at
     AUGMENT = 8
-    DATA = 9
-    LOCAL_WORK = 10
+    DATA = 9  # generated samples
+
+    # Keyed by the seed of the federation
+    TRAIN = 4  # dropout layers and the like, of a client in a round
+    FINETUNE = 5
+    SERVER = 6  # what server callbacks draw
+    LOCAL_WORK = 10  # what a client method draws outside of training
     PASS = 11
     TRANSFORM = 12
-    RESTART = 13
+    RESTART = 13  # the adapters of a new side path
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:
     """Hash a purpose and non-negative integers into one 63-bit seed.
+
+    Keys that differ only in zeros at the end give the same seed.
 
     Example:
         >>> derive_seed(Purpose.ORDER, 0, 1) == derive_seed(Purpose.ORDER, 0, 1)

@@ -23,7 +23,14 @@ from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .messages import nothing_sent
-from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
+from .method import (
+    OWN,
+    PERSONAL,
+    ClientMethod,
+    ClientMethodT,
+    client_method_for,
+    client_method_of,
+)
 from .modifiers import Frozen, Modifier, OfLayers, Private, Term, by_name, check_owners, private_in
 from .optim import is_plain_step
 from .options import NonNegativeInt, arguments, checked
@@ -213,11 +220,19 @@ class ServerCallback(L.Callback):
         Raises:
             ConfigurationError: If the method and its modifiers can't be combined.
         """
+        if "buffers" not in vars(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.__init__ has to call super().__init__() first"
+            )
         self.check_modifiers()
         return chosen_client_method(self, module).with_terms(self.terms)
 
     def check_modifiers(self) -> None:
-        """Raise unless the method and all modifiers can be combined.
+        """Raise unless the method allows these kinds of modifiers, and they go together.
+
+        Other refusals need the module or the run: :meth:`owned_names` for the method's own entries,
+        :func:`~pflight.engines.check.check_client` for logits and manual optimization, and
+        :meth:`setup_server` of some methods.
 
         Raises:
             ConfigurationError: In one line, with the reason.
@@ -400,6 +415,7 @@ class ServerCallback(L.Callback):
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries that stay with the client and never travel.
 
+        By default they are those of a personal copy of the module, and of buffers that are local.
         It is called before there are entries of the client method, and again with these. Neither
         :attr:`clients` nor :attr:`server` is known by then.
 
@@ -407,7 +423,8 @@ class ServerCallback(L.Callback):
             module: The client module.
             layout: The layout of the clients' states.
         """
-        return {*layout.module_buffers} if self.buffers == "local" else set()
+        copied = {name for name in layout.own if name.startswith(PERSONAL)}
+        return copied | ({*layout.module_buffers} if self.buffers == "local" else set())
 
     def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the :meth:`private_names`, and those that modifiers make private.

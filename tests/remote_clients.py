@@ -86,11 +86,13 @@ class RemoteClients(Clients):
             bytes_saved=max([0, *(part.bytes_saved for part in parts)]),
         )
 
-    def _train(self, *asked: Any, epochs: int | None = None, keep: bool = True) -> ClientUpdates:
-        return self.updates(Clients._train, *asked, epochs, keep)
+    def train_chunk(
+        self, *asked: Any, epochs: int | None = None, keep: bool = True
+    ) -> ClientUpdates:
+        return self.updates(Clients.train_chunk, *asked, epochs, keep)
 
-    def _take_gradients(self, *asked: Any, batches: int | None = None) -> ClientUpdates:
-        return self.updates(Clients._take_gradients, *asked, batches)
+    def gradients_of_chunk(self, *asked: Any, batches: int | None = None) -> ClientUpdates:
+        return self.updates(Clients.gradients_of_chunk, *asked, batches)
 
     def train_aside(
         self,

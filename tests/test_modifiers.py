@@ -44,8 +44,17 @@ from pflight.callbacks import (
 )
 from pflight.errors import ClientError, ConfigurationError
 from pflight.local_client import LocalClient
-from pflight.models import Classifier
-from pflight.modifiers import Elastic, Frozen, Modifier, Private, Proximal, Term, by_name
+from pflight.models import Classifier, ElasticClient
+from pflight.modifiers import (
+    CONSTRAINT,
+    Elastic,
+    Frozen,
+    Modifier,
+    Private,
+    Proximal,
+    Term,
+    by_name,
+)
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout
 from pflight.transforms.base import Draw, Transform
@@ -891,6 +900,42 @@ def test_a_transform_may_change_what_it_is_given() -> None:
         assert_equal(one, train(FedAvg()))
 
 
+class Overflowing(Transform):
+    """Keeps the first half of an update; for some clients the result is not finite."""
+
+    stage = "compress"
+    error_feedback = True
+
+    def __call__(self, updates: Tensor, draw: Draw) -> Tensor:
+        changed = updates.clone()
+        changed[:, updates.shape[1] // 2 :] = 0
+        return torch.where(draw.uniform()[:, :1] < 0.3, torch.inf, changed)
+
+
+@pytest.mark.parametrize("returns", ["updates", "gradients"])
+def test_a_client_whose_transformed_update_is_not_finite_fails_alone(returns: str) -> None:
+    kind = FedAvg if returns == "updates" else FedSGD
+    runs = []
+    for engine in ("sequential", "vectorized"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs.append(train(kind(modifiers=[Overflowing()]), 5, engine=engine))
+        assert any("its result is NaN or infinite (" in str(one.message) for one in caught)
+    for one in runs:
+        failed = [entry.failed for entry in one.history]
+        assert any(failed)
+        assert all(len(left_out) < 4 for left_out in failed)
+        assert any(
+            client in entry.clients and client not in entry.failed
+            for client in {client for left_out in failed for client in left_out}
+            for entry in one.history
+        )
+        assert all(value.isfinite().all() for value in one.server_states()[0].values())
+    one, other = runs
+    torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-4, atol=1e-5)
+    assert [e.bytes_up for e in one.history] == [e.bytes_up for e in other.history]
+
+
 def test_bytes_are_those_of_what_is_packed() -> None:
     cheap, plain = train(FedAvg(modifiers=[Cheap()])), train(FedAvg())
     assert [e.bytes_up for e in cheap.history] == [e.bytes_up for e in plain.history]
@@ -959,3 +1004,19 @@ def test_a_modifier_among_the_callbacks_is_named() -> None:
     trainer = quiet_trainer(1, FedAvg(), Private("head"))
     with pytest.raises(ConfigurationError, match="Private is no callback of the Trainer"):
         trainer.fit(Federation(batchnorm_client()), datamodule=small_data())
+
+
+def test_a_value_that_is_noted_twice_in_a_step_is_logged_as_its_mean() -> None:
+    """The client method and the modifier note their constraints under one name."""
+    alone, stacked = (
+        run(
+            batchnorm_client(ElasticClient),
+            small_data(cohort_size=4),
+            Reptile(modifiers=[Elastic(0.5, "l2")]),
+            3,
+            engine=engine,
+        )
+        for engine in ("sequential", "vectorized")
+    )
+    one, other = (run.history[-1].metrics[CONSTRAINT] for run in (alone, stacked))
+    assert one == pytest.approx(other, rel=1e-4)

@@ -171,7 +171,7 @@ class MultiCenter(ServerCallback):
             clients: Ids ``[C]``.
             find: Returns the clusters of some clients, -1 for those that find none.
         """
-        if getattr(self, "_looked_in", -1) != self.clients.rounds:
+        if vars(self).get("_looked_in") != self.clients.rounds:  # not in a checkpoint
             self._forget_found()
         clusters = self.assignments[clients.cpu()]
         clusters = torch.where(clusters < 0, self.looked[clients.cpu()], clusters)

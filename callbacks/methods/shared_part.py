@@ -209,7 +209,7 @@ class FedRep(SharedPart):
         head: Layers | None = None,
         head_epochs: int | None = None,
     ) -> None:
-        super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
+        super().__init__(private=Layers(), weighting=weighting, buffers=buffers)  # see layers_in
         self.use_client_method(HeadFirst, head=head, head_epochs=head_epochs)
 
     @property

@@ -22,11 +22,11 @@ class Proximal(ClientMethod):
     Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its meaning).
     Here :math:`n_i` is the client's number of samples, :math:`\bar n` the mean number, and
     :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters that are sent.
+    :class:`pflight.modifiers.Proximal` is the same term for any method.
 
     Args:
         mu: Weight of the penalty; 0 gives plain training.
         scaling: ``"plain"`` or ``"eq7"``.
-
     """
 
     fedavg_name = "FedProx"

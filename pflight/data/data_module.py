@@ -273,7 +273,10 @@ class FederatedDataModule(L.LightningDataModule):
 
     @cached_property
     def train_clients(self) -> Tensor:
-        """Sorted ids of the clients that may train: not newcomers, and with training samples."""
+        """Sorted ids of the clients that are drawn to train: those with samples, but no newcomers.
+
+        ``Clients.trainable`` leaves out those whose samples make no batch.
+        """
         may_train = self.num_samples("train") > 0
         may_train[self.new_clients] = False
         return may_train.nonzero().flatten()

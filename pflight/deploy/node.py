@@ -392,10 +392,12 @@ class Node:
         self.memory.forget_changes()
         self._go_to(request)
         if request.work == "train":
-            updates = clients._train(self._client, sent, request.returns, request.epochs or None)
+            updates = clients.train_chunk(
+                self._client, sent, request.returns, request.epochs or None
+            )
         else:
             how = request.returns, request.batches or None
-            updates = clients._take_gradients(self._client, sent, *how)
+            updates = clients.gradients_of_chunk(self._client, sent, *how)
         if len(updates.clients):
             self.memory.keep(clients.current.entry.index)
             self.anew = False

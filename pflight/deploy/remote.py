@@ -95,6 +95,10 @@ class RemoteClients(Clients):
     All clients of a round work at the same time. Updates are processed in the order of client ids,
     so sums do not depend on the order of arrival. Meanwhile other answers wait at Flower.
 
+    This replaces how clients are asked to work, such as :meth:`train`. Rounds, bytes and failures
+    are counted by the base class. A node runs the same code as a simulated client, such as
+    :meth:`~pflight.clients.Clients.train_chunk`.
+
     Args:
         post: Carries messages.
         like: The simulated clients to replace.
@@ -206,7 +210,7 @@ class RemoteClients(Clients):
     def choose_engine(
         self,
         wanted: EngineName,
-        clients_max_chunk: int | None,
+        clients_at_once: int | None,
         strategy: Strategy,
         timeout: float | None,
         reason: str | None = None,

@@ -146,7 +146,11 @@ def _chunk_size(limits: _Limits, setup: ClientSetup, operations: float) -> int:
 
 
 def build_engine(
-    wanted: EngineName, chunk: int | None, setup: ClientSetup, warned: set[str] | None = None
+    wanted: EngineName,
+    chunk: int | None,
+    setup: ClientSetup,
+    warned: set[str] | None = None,
+    in_steps: bool = False,
 ) -> tuple[Engine, Choice]:
     """Return the engine that trains the clients, ready for use, and the reason of the choice.
 
@@ -158,6 +162,7 @@ def build_engine(
         chunk: The requested number of clients at once, if any.
         setup: The client module, its client method, and its data.
         warned: As in :class:`VectorizedEngine`.
+        in_steps: Whether local work is given in steps, not epochs.
 
     Raises:
         ConfigurationError: As in :meth:`SequentialEngine.check_input`, or if clients can't be
@@ -183,6 +188,9 @@ def build_engine(
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
         if wanted == "vectorized":
             vectorized.warn_once(f"{asked} clients train one by one: {choice.reason}")
+    elif in_steps and setup.phases(1, anchored=True):
+        vectorized.obstacle = "clients with phases are stacked with local_epochs, not local_steps"
+        choice = Choice("sequential", 1, vectorized.obstacle)
     elif wanted == "vectorized" and setup.task is not None and not vectorized.stacks_evaluation:
         vectorized.warn_once(
             f"{asked} {name} is evaluated one by one: its predictions can't be stacked, or depend "

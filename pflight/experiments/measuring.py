@@ -25,6 +25,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round, check_trained
 from pflight.metrics.collection import Direction
+from pflight.metrics.means import MEANS
 from pflight.runs.checkpoint import rounds_so_far
 from pflight.runs.folder import CONFIG, FAILURE, LOG, RESULTS
 from pflight.runs.same_data import record_of
@@ -289,7 +290,7 @@ def _judged_by(
     if checkpoint is not None:
         monitor = str(checkpoint.monitor)
         _, _, name = monitor.rpartition("/")
-        for mean in ("micro_", "macro_", "pooled_", "worst_decile_"):
+        for mean in MEANS:
             name = name.removeprefix(mean)
         return name, checkpoint.mode, monitor  # type: ignore[return-value]
     known = [(name, mode) for name, mode in directions.items() if mode is not None]

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from pflight.errors import ConfigurationError, described
 from pflight.runs.distributed import gather
 
+from .means import micro, worst_decile
 from .pooling import Pool, Seen
 
 F1Average = Literal["union", "true", "all", "binary"]
@@ -171,16 +172,15 @@ class ClientMetrics(Metric):
         pooled_acc = self._right()[chosen].sum() / num_samples.sum()
         if self.weigh is not None:
             num_samples = self.weigh(num_samples)
-        micro_acc = (num_samples * acc).sum() / num_samples.sum()
-        worst = acc.sort().values[: math.ceil(len(acc) / 10)]
+        micro_acc = micro(acc, num_samples)
         return {
             "micro_acc": micro_acc,
             "macro_acc": acc.mean(),
-            "micro_f1": (num_samples * f1).sum() / num_samples.sum(),
+            "micro_f1": micro(f1, num_samples),
             "macro_f1": f1.mean(),
             "pooled_acc": pooled_acc if self.weigh is None else micro_acc,
-            "worst_decile_acc": worst.mean(),
-            "loss": (num_samples * loss).sum() / num_samples.sum(),
+            "worst_decile_acc": worst_decile(acc, "max"),
+            "loss": micro(loss, num_samples),
         }
 
     def reset(self) -> None:
@@ -416,27 +416,26 @@ class LoggedMetrics:
         chosen = torch.zeros(len(self.num_samples), dtype=torch.bool)
         chosen[clients.cpu()] = True
         means: dict[str, Tensor] = {}
-        micro: dict[str, Tensor] = {}
+        plain: dict[str, Tensor] = {}
         for name in sorted(directions):
             if not chosen[[*logged[name]]].any():
                 continue
             known = chosen & columns[name].isfinite()
             values, counts = columns[name][known], columns["num_samples"][known].double()
             counts = counts if self.weigh is None else self.weigh(counts)
-            means[f"micro_{name}"] = (counts * values).sum() / counts.sum()
+            means[f"micro_{name}"] = micro(values, counts)
             means[f"macro_{name}"] = values.mean()
             if (best := directions[name]) is not None:
-                worst = values.sort(descending=best == "min").values[: math.ceil(len(values) / 10)]
-                means[f"worst_decile_{name}"] = worst.mean()
+                means[f"worst_decile_{name}"] = worst_decile(values, best)
             if (pool := self._gathered().pools.get(name)) is not None:
                 means |= self._pooled(name, pool, clients)
-            micro[name] = means[f"micro_{name}"]
-        for name in micro.keys() & means.keys():
+            plain[name] = means[f"micro_{name}"]
+        for name in plain.keys() & means.keys():
             rank_zero_warn(
                 f"{self.split}/{name} is the mean over clients of another value, and not what the "
                 f"client logs under this name, which is {self.split}/micro_{name}"
             )
-        return {**means, **{name: mean for name, mean in micro.items() if name not in means}}
+        return {**means, **{name: mean for name, mean in plain.items() if name not in means}}
 
     def _pooled(self, name: str, pool: Pool, clients: Tensor) -> dict[str, Tensor]:
         """Return the metric of all samples of the clients ``[C]``, unless it can't be merged."""

@@ -17,6 +17,8 @@ from pflight.clients import Clients
 from pflight.errors import ConfigurationError
 from pflight.task import Task
 
+from .means import MEANS
+
 _MEANS = (
     "macro_acc",
     "micro_acc",
@@ -103,11 +105,7 @@ def _means_of(module: L.LightningModule) -> list[str]:
     """Return the names of the clients' metrics, as means over clients."""
     if not (isinstance(module, Task) and module.higher_is_better):
         return list(_MEANS)
-    return [
-        f"{mean}{name}"
-        for name in module.higher_is_better
-        for mean in ("macro_", "micro_", "pooled_", "worst_decile_", "")
-    ]
+    return [f"{mean}{name}" for name in module.higher_is_better for mean in (*MEANS, "")]
 
 
 def _may_log(part: object) -> bool:

@@ -39,14 +39,21 @@ class CheckState(L.Callback):
         self._forgotten: set[str] = set()
         run_round = callback.round
 
+        def lacking(self_: Any, name: str) -> Any:
+            if self_ is callback and name in self._forgotten:
+                raise _undeclared(callback, name)  # hasattr() would hide an AttributeError
+            raise AttributeError(
+                f"{type(self_).__name__!r} object has no attribute {name!r}", name=name, obj=self_
+            )
+
         def checked_round(cohort: Tensor) -> None:
             self._forget(callback)
+            kind = type(callback)
+            kind.__getattr__ = lacking  # type: ignore[attr-defined]
             try:
                 run_round(cohort)
-            except AttributeError as error:
-                if error.obj is callback and error.name in self._forgotten:
-                    raise _undeclared(callback, error.name) from error
-                raise
+            finally:
+                del kind.__getattr__  # type: ignore[attr-defined]
 
         vars(callback)["round"] = checked_round
 

@@ -148,6 +148,7 @@ class ServerModels(nn.ModuleList):
         SGD with step 1 then moves the parameters exactly to the aggregate. A model without a
         pseudo-gradient in a round does not change, with any optimizer.
         """
+        self._check(index, aggregate)
         parameters = self.tensors(index, self.layout.parameters)
         distances = {
             name: parameters[name] - value if name in parameters else value
@@ -161,6 +162,7 @@ class ServerModels(nn.ModuleList):
 
         If a value is not finite, the model does not change.
         """
+        self._check(index, gradients)
         tensors = self.tensors(index)
         if not self._may_take(tensors, gradients):
             return
@@ -182,12 +184,7 @@ class ServerModels(nn.ModuleList):
         for name in self.layout.shared_parameters:
             if name not in state:
                 raise ConfigurationError(f"a state given for the server's model lacks {name!r}")
-        for name, value in state.items():
-            if name not in tensors or tensors[name].shape != value.shape:
-                raise ConfigurationError(
-                    f"a state given for the server's model has {name!r} of shape "
-                    f"{tuple(value.shape)}, which the client's network does not have"
-                )
+        self._check(index, state)
         if self._may_take(tensors, state):
             for name, value in state.items():
                 tensors[name].copy_(value)
@@ -250,6 +247,25 @@ class ServerModels(nn.ModuleList):
                 self.frozen[name] = saved[0].to(tensor.device, copy=True)
                 self.layout.template[name].copy_(saved[0])
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _check(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Raise if a state has other entries, or other shapes, than a model.
+
+        Raises:
+            ConfigurationError: Naming the entry.
+        """
+        if not isinstance(state, Mapping | TensorDict):
+            raise ConfigurationError(
+                "a state given for the server's model has to map names to tensors, got "
+                f"{type(state).__name__}"
+            )
+        tensors = self.tensors(index)
+        for name, value in state.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                raise ConfigurationError(
+                    f"a state given for the server's model has {name!r} of shape "
+                    f"{tuple(value.shape)}, which the client's network does not have"
+                )
 
     def _may_take(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
         """Return whether values are finite wherever the model is. Note the names of others."""

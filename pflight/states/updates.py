@@ -90,6 +90,7 @@ class ClientUpdates:
             states=self.states[rows],
             num_samples=self.num_samples[rows.cpu()],
             kept=None if self.kept is None else self.kept[rows],
+            changes=None if self.changes is None else self.changes[rows],
         )
 
 

@@ -28,9 +28,15 @@ def _changed(transform: Transform, updates: Tensor, draw: Draw) -> Tensor:
     """Return what a transform makes of a copy of updates ``[C, d]``.
 
     Raises:
-        ConfigurationError: If that has another shape.
+        ConfigurationError: If that has another shape, or depends on the order of execution.
     """
+    state = torch.get_rng_state()
     found = transform(updates.clone(), draw)
+    if not torch.equal(state, torch.get_rng_state()):
+        raise ConfigurationError(
+            f"{type(transform).__name__} draws from PyTorch's generator, and so other numbers in "
+            "each engine: take draw.uniform() or draw.normal()"
+        )
     if not isinstance(found, Tensor) or found.shape != updates.shape:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ConfigurationError(
@@ -119,6 +125,7 @@ class Pipeline:
         updates: ClientUpdates,
         memory: TensorDict | None,
         random: Callable[[int], torch.Generator],
+        check: bool = False,
     ) -> tuple[ClientUpdates, TensorDict | None]:
         """Return the updates as they travel, and what the clients remember of them ``[C]``.
 
@@ -129,6 +136,7 @@ class Pipeline:
             updates: What they have trained.
             memory: What they remember ``[C]``, or ``None`` for nothing.
             random: Returns what draws random numbers for a client.
+            check: Whether to :meth:`check` the first client's message.
         """
         if not self or not len(updates.clients):
             return updates, None
@@ -165,10 +173,31 @@ class Pipeline:
             memory = TensorDict({ERROR: left}, batch_size=[len(left)])
         how: dict[str, Any] = {"states": TensorDict(message, batch_size=states.batch_size)}
         if self.bytes_saved:
+            if check:
+                self.check(w[0, : self.size])
             how |= {"bytes_saved": self.bytes_saved, "changes": w[:, : self.size]}
         return replace(updates, **how), memory
 
     # On the wire
+
+    def check(self, change: Tensor) -> None:
+        """Raise if a changed update ``[d]`` does not come out of its message as it went in.
+
+        Raises:
+            ConfigurationError: Naming the transform.
+        """
+        one = self._packing
+        parts = one.pack(change.cpu()) or {}
+        size = sum(part.nbytes for part in parts.values())
+        if size != self._nbytes(one):
+            raise ConfigurationError(
+                f"{type(one).__name__}: nbytes() says {self._nbytes(one)}, but what pack() returns "
+                f"has {size} bytes"
+            )
+        if not torch.equal(one.unpack(parts, self.size).to(change.cpu()), change.cpu()):
+            raise ConfigurationError(
+                f"{type(one).__name__}: unpack() does not return the update that pack() was given"
+            )
 
     def pack(self, state: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
         """Return what a message holds in place of a client's state.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pflight.errors import said_by
+from pflight.errors import described, said_by
 
 DRAWS = "it draws random numbers while it trains, as dropout does unless its rate is 0"
 
@@ -17,7 +17,9 @@ def failure(what: str, error: Exception) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return an error's first sentence, in words for users without knowledge of stacking."""
-    line = said_by(error).split("\n")[0].split(". ")[0] or type(error).__name__
+    line = said_by(error).split("\n")[0].split(". ")[0]
+    if not line or isinstance(error, LookupError):  # the message is only a key
+        line = described(error)
     if "meta tensors" in line:  # shared code gets clients' scalars as such
         return "it asks for the value of num_samples or another number that clients differ in"
     if "calling .item()" in line or "data-dependent" in line:

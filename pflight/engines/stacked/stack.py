@@ -401,7 +401,7 @@ class StackedClient(ClientModel):
 
     def note(self, name: str, value: Tensor, counts: Tensor) -> None:
         """See :class:`~pflight.local_client.LocalClient`."""
-        self.noted[name] = torch.stack([value.detach() * counts, counts])
+        self.noted[name] = self.noted.get(name, 0) + torch.stack([value.detach() * counts, counts])
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.local_client.LocalClient`."""
