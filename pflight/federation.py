@@ -249,8 +249,7 @@ class Federation(L.LightningModule):
         """Check the Trainer's options, and add FedAvg if there is no server callback."""
         check_trainer(self.trainer, self.client)
         server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
-        kinds = {type(callback) for callback in self.trainer.callbacks}
-        return server if WaitingSchedule in kinds else [*server, WaitingSchedule()]
+        return [*server, *WaitingSchedule.once(self.trainer)]
 
     def setup(self, stage: str) -> None:
         """Connect client, data and callback, and set the server up the first time."""

@@ -514,8 +514,9 @@ def layout_with(client_method: ClientMethod, layout: StateLayout) -> StateLayout
     """
     shared = client_method.own_of == "shared" and layout.shared_parameters
     weights = {name: layout.template[name] for name in shared or layout.parameters}
-    own = {}
-    for name, tensor in client_method.state(weights).items():
+    own: dict[str, Tensor] = {}
+    given: Mapping[str, Any] = client_method.state(weights)
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             kind = type(client_method).__name__
             raise ConfigurationError(f"{kind}.state(): {name!r} must be a tensor, got {tensor!r}")

@@ -311,6 +311,11 @@ class WaitingSchedule(L.Callback):
     It also checks the server optimizer after a checkpoint was loaded.
     """
 
+    @classmethod
+    def once(cls, trainer: Any) -> list[L.Callback]:
+        """Return one for a Trainer, unless it has one from an earlier stage."""
+        return [] if any(isinstance(one, cls) for one in trainer.callbacks) else [cls()]
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise if the checkpoint has the state of an optimizer of another class.
 
