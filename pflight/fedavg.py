@@ -31,6 +31,9 @@ class FedAvg(ServerCallback):
     With ``aggregate="product"`` the factors of low-rank adapters become those of the clients' mean
     product (FlexLoRA). Most methods with a mean of models have this option.
 
+    Attributes:
+        mean: The :class:`~pflight.states.state.WeightedMean` of the round's models so far.
+
     Example:
         >>> FedAvg(weighting="uniform").weighting
         'uniform'

