@@ -190,7 +190,10 @@ class ClientMethod:
         return method
 
     def objective(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return what engines minimise: :meth:`loss` and the terms of modifiers."""
+        """Return what engines minimise: :meth:`loss` and the terms of modifiers.
+
+        Where the module steps its own optimizers, they take :meth:`added` instead.
+        """
         if not self.terms:
             return self.loss(c, batch)
         passed: Any = Passed(c, any(term.needs_logits for term in self.terms), batch)
@@ -200,7 +203,7 @@ class ClientMethod:
         return loss
 
     def added(self, c: LocalClient) -> Tensor | None:
-        """Return what :meth:`objective` adds to the task's loss, if it only adds."""
+        """Return what :meth:`objective` adds to the task's loss, for methods that only add."""
         penalty = self.penalty(c)
         parts = [*([] if penalty is None else [penalty]), *self._values(Passed(c))]
         return sum(parts[1:], parts[0]) if parts else None
