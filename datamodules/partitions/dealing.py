@@ -233,7 +233,8 @@ def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
     found = maximum_flow(graph.tocsr(), source, sink)
     if found.flow_value < rest.sum() * num_clients:
         return None
-    return (found.flow.tocsr()[part_of, first_class + classes] > 0).reshape(chosen.shape)
+    flow = np.asarray(found.flow.tocsr()[part_of, first_class + classes])  # a matrix in scipy 1.13
+    return (flow > 0).reshape(chosen.shape)
 
 
 def by_owner(owner: Ints, num_clients: int) -> list[Ints]:
