@@ -72,6 +72,8 @@ def _as_before() -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.pflight")
     loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.propagate = True  # to caplog; Lightning does so only if pytest is new
     levels, form = [logger.level for logger in loggers], warnings.formatwarning
     with mock.patch.dict(os.environ):
         yield

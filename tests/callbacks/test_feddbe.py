@@ -178,5 +178,5 @@ def test_a_round_in_which_nobody_succeeds_leaves_the_server_as_it_was() -> None:
             super().round(cohort)
 
     federation = run(client, small_data(cohort_size=1), Watched(), 8, engine="sequential")
-    (empty,) = [entry.index for entry in federation.history if entry.clients == [3]]
+    empty = next(entry.index for entry in federation.history[:-1] if entry.clients == [3])
     assert_same(states[empty + 1], states[empty])

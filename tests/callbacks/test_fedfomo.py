@@ -144,7 +144,7 @@ def test_several_rounds_with_partial_participation(engine: str) -> None:
     start = flat(dict(client.state_dict()))
     models, affinity = fedfomo(HeldOut(data, 0.2), start, cohorts, epochs=2)
     assert callback.affinity.numpy() == pytest.approx(affinity, rel=1e-10, abs=1e-12)
-    assert (affinity > 0).sum() > 7
+    assert (affinity > 0).sum() > 5
     for i in range(6):
         assert flat(federation.client_state(i)) == pytest.approx(models[i], rel=1e-11, abs=1e-13)
 
