@@ -203,8 +203,9 @@ class Batches:
             for part, held in zip(leaves, self.held, strict=True):
                 torch.index_select(part, 0, order, out=held[row, : len(order)])
         if isinstance(task := setup.client, Task) and setup.has_loss_of_its_kind:
-            labels = [self.held[1][row, :n] for row, n in zip(chosen, counts, strict=True)]
-            task.check_targets(torch.cat(labels))
+            labels = self.held[1]
+            parts = [labels[r.first : r.last, : r.plan.samples(step)].flatten(0, 1) for r in runs]
+            task.check_targets(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _group(self, places: Sequence[_Place]) -> Group:
         rows = slice(places[0].run.first, places[-1].run.last)
