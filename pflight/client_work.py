@@ -514,7 +514,7 @@ class ClientWork:
         self, look: Pass, clients: Tensor, states: TensorDict
     ) -> list[dict[str, Tensor] | None]:
         """Return what a pass finds out of each client's own samples, by client."""
-        if look.split not in SPLITS or (look.batch_size or 1) < 1 or look.batch_size == 0:
+        if look.split not in SPLITS or (look.batch_size is not None and look.batch_size < 1):
             raise ConfigurationError(
                 f"{type(look).__name__}: split must be one of {', '.join(SPLITS)} and batch_size a "
                 f"positive number or None, got {look.split!r} and {look.batch_size!r}"

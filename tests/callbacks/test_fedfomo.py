@@ -137,14 +137,14 @@ def fedfomo(
 @pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds_with_partial_participation(engine: str) -> None:
-    data = small_data(cohort_size=4, dtype=torch.float64)
+    data = small_data(cohort_size=4, seed=1, dtype=torch.float64)
     client, callback = linear_client(double=True), FedFomo(num_models=9)
     federation = run(client, data, callback, 5, local_epochs=2, engine=engine)
     cohorts = [entry.clients for entry in federation.history]
     start = flat(dict(client.state_dict()))
     models, affinity = fedfomo(HeldOut(data, 0.2), start, cohorts, epochs=2)
     assert callback.affinity.numpy() == pytest.approx(affinity, rel=1e-10, abs=1e-12)
-    assert (affinity > 0).sum() > 5
+    assert (affinity > 0).sum() > 7
     for i in range(6):
         assert flat(federation.client_state(i)) == pytest.approx(models[i], rel=1e-11, abs=1e-13)
 

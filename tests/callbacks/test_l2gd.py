@@ -82,7 +82,7 @@ def test_p3_after_one_step_to_the_mean() -> None:
 
 
 def test_several_rounds_with_partial_participation() -> None:
-    data = small_data(cohort_size=3, dtype=torch.float64)
+    data = small_data(cohort_size=3, seed=3, dtype=torch.float64)
     steps = (3, 0, 1, 4, 0, 2, 0, 5)
     client = linear_client(double=True)
     callback = Tossed(*steps, alpha=1.0, lam=1.2, p=0.5)
@@ -101,7 +101,7 @@ def test_several_rounds_with_partial_participation() -> None:
         if steps[round_ + 1]:
             known |= {i: models[i] for i in entry.clients}
             mean = np.mean([*known.values()], axis=0)
-    assert 3 < len(known) <= len(models)  # who has trained need not have sent its model
+    assert 3 < len(known) < len(models)  # not all who have trained have sent their model
     assert flat(federation.server_states()[0]) == pytest.approx(mean, rel=1e-12, abs=1e-14)
     for i in range(6):
         expected = models.get(i, mean)
